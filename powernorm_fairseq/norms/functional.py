@@ -1,0 +1,345 @@
+"""The mathematics of the norms, without state.
+
+Notation: x has channels last; ``padding`` has shape ``x.shape[:-1]`` and is True at padding, which is left out of
+every statistic and gets zero output and zero gradient. With layer scale h = x / (root mean square of x over each channel
+group of a token), without it (``groups=0``) h = x. Statistics are computed in float32, in float64 for float64 input,
+and cast once at the end. What backward passes keep is the input, one number per token and group, and channel vectors.
+"""
+
+from typing import Any, Callable, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from powernorm_fairseq.norms.rows import (
+    any_nonzero,
+    backward_pass,
+    compute_dtype,
+    forward_pass,
+    moments,
+    real_rows,
+)
+
+Record = Callable[..., None]
+
+
+def _flat(x: Tensor, padding: Optional[Tensor]) -> Tuple[Tensor, Optional[Tensor]]:
+    return x.reshape(-1, x.shape[-1]).contiguous(), None if padding is None else padding.reshape(-1)
+
+
+def _vector(v: Optional[Tensor], like: Tensor) -> Optional[Tensor]:
+    return None if v is None else v.to(compute_dtype(like))
+
+
+def _like(grad: Optional[Tensor], parameter: Optional[Tensor]) -> Optional[Tensor]:
+    return None if grad is None or parameter is None else grad.to(parameter.dtype)
+
+
+class _ScaleAffine(Function):
+    """y = h * a + b with constant or trained channel vectors a and b; the gradient is exact."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Any, b: Any, padding: Any, groups: int, eps: float) -> Tensor:
+        y, s, _ = forward_pass(x, padding, groups, eps, _vector(a, x), _vector(b, x), want_sum_sq=False)
+        ctx.save_for_backward(x, a, b, padding, s)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, a, b, padding, s = ctx.saved_tensors
+        want_dx, want_sums = ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:3])
+        dx, sum_dy, sum_dy_h = backward_pass(x, dy, padding, s, _vector(a, x), want_dx=want_dx, want_sums=want_sums)
+        return dx, _like(sum_dy_h, a), _like(sum_dy, b), None, None, None
+
+
+def group_rms_scale(
+    x: Tensor,
+    groups: int = 1,
+    eps: float = 1e-5,
+    weight: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+    padding: Optional[Tensor] = None,
+) -> Tensor:
+    """Layer scale, then gain and bias: y = h * weight + bias with h = x / sqrt(mean of x^2 over the group + eps).
+
+    With one group this is RMSNorm (Zhang and Sennrich 2019); PowerNorm puts it in front with one group per attention
+    head. ``groups=0`` leaves the scale out.
+
+    Args:
+        x: (..., C).
+        weight, bias: (C,) or None.
+    """
+    rows, flat = _flat(x, padding)
+    return _ScaleAffine.apply(rows, weight, bias, flat, groups, eps).view(x.shape)
+
+
+class _PowerNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, bias: Any, padding: Any, psi_sq: Tensor, nu: Tensor, groups: int, eps: float,
+        use_batch_psi: bool, released: bool, record: Any, scale: Any,
+    ) -> Tensor:  # fmt: skip
+        gain, shift = _vector(weight, x), _vector(bias, x)
+        count = real_rows(x, padding)
+        if use_batch_psi:
+            _, s, sum_sq = forward_pass(x, padding, groups, eps, want_y=False)
+            r = torch.rsqrt(sum_sq / count.clamp(min=1) + eps)
+            y, _, _ = forward_pass(
+                x, padding, groups, eps, r if gain is None else r * gain, shift, s, want_sum_sq=False
+            )
+        else:
+            r = torch.rsqrt(psi_sq.to(compute_dtype(x)) + eps)
+            y, s, sum_sq = forward_pass(x, padding, groups, eps, r if gain is None else r * gain, shift)
+        r_back = torch.rsqrt(sum_sq / count.clamp(min=1) + eps) if released else r
+        ctx.save_for_backward(x, weight, bias, padding, s, sum_sq, count, r, r_back, nu.to(r.dtype, copy=True))
+        ctx.record, ctx.scale = record, scale
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, bias, padding, s, sum_sq, count, r, r_back, nu = ctx.saved_tensors
+        gain = _vector(weight, x)
+        scale = ctx.scale()
+        live = any_nonzero(dy, padding)
+        # Nothing came back, so nothing is passed on: the approximation would subtract nu * xhat all the same.
+        nu = torch.where(live, nu * scale, torch.zeros_like(nu))
+        a = r_back if gain is None else r_back * gain
+        dx, sum_dy, sum_dy_h = backward_pass(x, dy, padding, s, a, b=nu * r * r_back, want_dx=ctx.needs_input_grad[0])
+        sum_dy_xhat = sum_dy_h * r
+        if ctx.record is not None:
+            sum_g_xhat = sum_dy_xhat if gain is None else sum_dy_xhat * gain
+            ctx.record(live, count, sum_sq, sum_sq * r * r, sum_g_xhat / scale)
+        return (dx, _like(sum_dy_xhat, weight), _like(sum_dy, bias)) + (None,) * 9
+
+
+def power_norm(
+    x: Tensor,
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    psi_sq: Tensor,
+    nu: Tensor,
+    padding: Optional[Tensor] = None,
+    groups: int = 1,
+    eps: float = 1e-5,
+    use_batch_psi: bool = False,
+    released: bool = False,
+    record: Optional[Record] = None,
+    gradient_scale: Callable[[], float] = lambda: 1.0,
+) -> Tensor:
+    """PowerNorm in training (Shen et al. 2020, Algorithm 2), with layer scale in front.
+
+    Forward: xhat = h / sqrt(psi_sq + eps), y = weight * xhat + bias. Backward, with g = weight * dy:
+    dh = (g - nu * xhat) / sqrt(psi_sq + eps). This is not the gradient of the forward pass, but an approximation of
+    the exact gradient of PN-V with running in place of batch statistics. An upstream gradient that is zero everywhere
+    gives a gradient of exactly zero.
+
+    Args:
+        x: (..., C).
+        weight, bias: (C,) or None.
+        psi_sq, nu: (C,) running mean square and running mean of g * xhat.
+        use_batch_psi: divide by the batch's quadratic mean instead (in the warm-up).
+        released: divide by the batch's quadratic mean in the backward pass in any case, as the released code does.
+        record: called in the backward pass with live (), count () and the sums (C,) of h^2, xhat^2 and g * xhat over
+            real tokens; live says whether any upstream gradient was not zero.
+        gradient_scale: asked in the backward pass for the factor by which gradients are scaled; the last sum is divided
+            by it and ``nu`` is multiplied by it.
+    """
+    rows, flat = _flat(x, padding)
+    return _PowerNorm.apply(
+        rows, weight, bias, flat, psi_sq, nu, groups, eps, use_batch_psi, released, record, gradient_scale
+    ).view(x.shape)
+
+
+class _PowerNormV(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, bias: Any, padding: Any, groups: int, eps: float, record: Any
+    ) -> Tensor:
+        gain = _vector(weight, x)
+        count = real_rows(x, padding)
+        _, s, sum_sq = forward_pass(x, padding, groups, eps, want_y=False)
+        r = torch.rsqrt(sum_sq / count.clamp(min=1) + eps)
+        a = r if gain is None else r * gain
+        y, _, _ = forward_pass(x, padding, groups, eps, a, _vector(bias, x), s, want_sum_sq=False)
+        ctx.save_for_backward(x, weight, bias, padding, s, sum_sq, count, r)
+        ctx.record = record
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, bias, padding, s, sum_sq, count, r = ctx.saved_tensors
+        gain = _vector(weight, x)
+        _, sum_dy, sum_dy_h = backward_pass(x, dy, padding, s, want_dx=False)
+        if ctx.record is not None:
+            ctx.record(any_nonzero(dy, padding), count, sum_sq)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            a = r if gain is None else r * gain
+            b = a * r * r * sum_dy_h / count.clamp(min=1)
+            dx = backward_pass(x, dy, padding, s, a, b, want_sums=False).dx
+        return dx, _like(sum_dy_h * r, weight), _like(sum_dy, bias), None, None, None, None
+
+
+def power_norm_v(
+    x: Tensor,
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    padding: Optional[Tensor] = None,
+    groups: int = 1,
+    eps: float = 1e-5,
+    record: Optional[Record] = None,
+) -> Tensor:
+    """PN-V in training (Shen et al. 2020, section 4): xhat = h / sqrt(batch mean of h^2 + eps), with exact gradient.
+
+    Args:
+        x: (..., C).
+        weight, bias: (C,) or None.
+        record: called in the backward pass with live (), count () and the sum (C,) of h^2 over real tokens.
+    """
+    rows, flat = _flat(x, padding)
+    return _PowerNormV.apply(rows, weight, bias, flat, groups, eps, record).view(x.shape)
+
+
+class _BatchNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, bias: Any, padding: Any, groups: int, eps: float, record: Any
+    ) -> Tensor:
+        gain = _vector(weight, x)
+        s, count, mean, deviation = moments(x, padding, groups, eps)
+        r = torch.rsqrt(deviation / count.clamp(min=1) + eps)
+        a = r if gain is None else r * gain
+        y, _, _ = forward_pass(x, padding, groups, eps, a, _vector(bias, x), s, mean, want_sum_sq=False)
+        ctx.save_for_backward(x, weight, bias, padding, s, count, mean, deviation, r)
+        ctx.record = record
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, bias, padding, s, count, mean, deviation, r = ctx.saved_tensors
+        gain = _vector(weight, x)
+        _, sum_dy, sum_dy_h = backward_pass(x, dy, padding, s, shift=mean, want_dx=False)
+        if ctx.record is not None:
+            ctx.record(any_nonzero(dy, padding), count, mean, deviation)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            n = count.clamp(min=1)
+            a = r if gain is None else r * gain
+            b, d = a * r * r * sum_dy_h / n, a * sum_dy / n
+            dx = backward_pass(x, dy, padding, s, a, b, d, mean, want_sums=False).dx
+        return dx, _like(sum_dy_h * r, weight), _like(sum_dy, bias), None, None, None, None
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    padding: Optional[Tensor] = None,
+    groups: int = 0,
+    eps: float = 1e-5,
+    record: Optional[Record] = None,
+) -> Tensor:
+    """BatchNorm in training over real tokens: y = weight * (h - mean) / sqrt(biased variance + eps) + bias.
+
+    Args:
+        x: (..., C).
+        weight, bias: (C,) or None.
+        record: called in the backward pass with live (), count (), and the mean and the sum of squared deviations (C,)
+            of h over real tokens.
+    """
+    rows, flat = _flat(x, padding)
+    return _BatchNorm.apply(rows, weight, bias, flat, groups, eps, record).view(x.shape)
+
+
+def layer_norm(x: Tensor, weight: Optional[Tensor] = None, bias: Optional[Tensor] = None, eps: float = 1e-5) -> Tensor:
+    """LayerNorm (Ba et al. 2016): y = weight * (x - mean) / sqrt(biased variance + eps) + bias, per token.
+
+    Args:
+        x: (..., C).
+        weight, bias: (C,) or None.
+    """
+    shape = x.shape[-1:]
+    if x.is_cuda and (weight is None or weight.dtype == x.dtype):
+        return F.layer_norm(x, shape, weight, bias, eps)
+    # Kernels for CPUs differ by version in which low-precision types and mixtures of types they take.
+    return F.layer_norm(x.to(compute_dtype(x)), shape, _vector(weight, x), _vector(bias, x), eps).to(x.dtype)
+
+
+class _Standardize(Function):
+    """y = (x - mean) / sigma per token, and z = phi * y with phi = scale * (1 - k * y) a constant in the backward pass.
+
+    Either statistic may be a constant in the backward pass too.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, eps: float, released: bool, detach_mean: bool, detach_sigma: bool, scale: float, k: float
+    ) -> Tensor:
+        wide = x.to(compute_dtype(x))
+        if released:
+            mean = wide.mean(-1, keepdim=True)
+            off = wide - mean
+            sigma = (off.square().sum(-1, keepdim=True) / max(x.shape[-1] - 1, 1)).sqrt_()
+            inverse = 1 / (sigma + eps)
+            y = off.mul_(inverse)
+        else:
+            y, mean, inverse = torch.native_layer_norm(wide, x.shape[-1:], None, None, eps)
+        ctx.save_for_backward(x, mean, inverse)
+        ctx.options = eps, released, detach_mean, detach_sigma, scale, k
+        if k:
+            return (y * y).mul_(-scale * k).add_(y, alpha=scale).to(x.dtype)
+        return (y if scale == 1 else y * scale).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz: Tensor) -> Any:
+        x, mean, inverse = ctx.saved_tensors
+        eps, released, detach_mean, detach_sigma, scale, k = ctx.options
+        y = (x.to(mean.dtype) - mean).mul_(inverse)
+        g = dz.to(mean.dtype)
+        if k:
+            g = torch.add(g, g * y, alpha=-k)
+        along = None if detach_sigma else (g * y).mean(-1, keepdim=True)
+        if along is not None and released:
+            # sigma + eps over sigma, and C - 1 for C; where sigma is 0, y is 0 and the factor does not matter.
+            sigma = 1 / inverse - eps
+            channels = x.shape[-1]
+            factor = channels / max(channels - 1, 1) / (sigma * inverse)
+            along = torch.where(sigma > 0, along * factor, torch.zeros_like(along))
+        dx = g if detach_mean else g - g.mean(-1, keepdim=True)
+        if along is not None:
+            dx = torch.addcmul(dx, y, along, value=-1)
+        return ((dx * inverse).mul_(scale).to(x.dtype),) + (None,) * 6
+
+
+def ada_norm(x: Tensor, scale: float = 1.0, k: float = 0.1, eps: float = 1e-5, released: bool = False) -> Tensor:
+    """AdaNorm (Xu et al. 2019, section 4): z = C * (1 - k * y) * y, y = (x - mean) / sigma per token, C = ``scale``.
+
+    The factor C * (1 - k * y) is a constant in the backward pass.
+
+    Args:
+        x: (..., C).
+        released: sigma is the unbiased standard deviation plus ``eps``, not the root of the biased variance plus
+            ``eps``, as in the released code.
+    """
+    return _Standardize.apply(x, eps, released, False, False, scale, k)
+
+
+def standardize(
+    x: Tensor, eps: float = 1e-5, released: bool = False, detach_mean: bool = False, detach_sigma: bool = False
+) -> Tensor:
+    """y = (x - mean) / sigma per token; DetachNorm (Xu et al. 2019, section 3) if a statistic is detached.
+
+    Args:
+        x: (..., C).
+        released: see :func:`ada_norm`.
+        detach_mean, detach_sigma: the statistic is a constant in the backward pass.
+    """
+    return _Standardize.apply(x, eps, released, detach_mean, detach_sigma, 1.0, 0.0)

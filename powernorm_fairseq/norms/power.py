@@ -1,0 +1,143 @@
+"""PowerNorm, and PN-V, its form with batch statistics and the exact gradient."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from powernorm_fairseq.norms.base import choice, fraction
+from powernorm_fairseq.norms.functional import group_rms_scale, power_norm, power_norm_v
+from powernorm_fairseq.norms.running import RunningNorm, get_gradient_scale
+
+
+class _QuadraticMeanNorm(RunningNorm):
+    running_psi_sq: Tensor
+
+    def __init__(self, dim: int, groups: int, alpha_fwd: float, eps: float, affine: bool) -> None:
+        super().__init__(dim, groups, eps, affine)
+        self.alpha_fwd = fraction("alpha_fwd", alpha_fwd)
+        self.register_buffer("running_psi_sq", torch.ones(dim))
+
+    def normalize_by_statistics(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
+        r = torch.rsqrt(self.running_psi_sq + self.eps)
+        gain = r if self.weight is None else r * self.weight
+        return group_rms_scale(x, self.groups, self.eps, gain, self.bias, padding)
+
+
+class PowerNorm(_QuadraticMeanNorm):
+    """PowerNorm (Shen et al. 2020, Algorithm 2), with layer scale.
+
+    Args:
+        dim: number of channels C.
+        groups: channel groups of the layer scale, usually the number of attention heads; 0 for none.
+        alpha_fwd: decay of the running mean square.
+        alpha_bkw: decay of the running gradient statistic.
+        warmup_updates: number of first updates in which the forward pass divides by the batch's quadratic mean.
+        numerics: ``paper`` or ``released`` (docs/norms.md says how they differ).
+        eps: inside the roots.
+        affine: gain and bias per channel.
+    """
+
+    running_nu: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        groups: int = 1,
+        alpha_fwd: float = 0.9,
+        alpha_bkw: float = 0.9,
+        warmup_updates: int = 0,
+        numerics: str = "paper",
+        eps: float = 1e-5,
+        affine: bool = True,
+    ) -> None:
+        super().__init__(dim, groups, alpha_fwd, eps, affine)
+        if warmup_updates < 0:
+            raise ValueError(f"warmup_updates must not be negative: {warmup_updates}")
+        self.alpha_bkw = fraction("alpha_bkw", alpha_bkw)
+        self.warmup_updates = warmup_updates
+        self.numerics = choice("numerics", numerics, ["paper", "released"])
+        self.register_buffer("running_nu", torch.zeros(dim))
+
+    def normalize_in_training(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
+        return power_norm(
+            x,
+            self.weight,
+            self.bias,
+            self.running_psi_sq,
+            self.running_nu,
+            padding,
+            self.groups,
+            self.eps,
+            use_batch_psi=self.num_updates < self.warmup_updates,
+            released=self.numerics == "released",
+            record=self.record,
+            gradient_scale=get_gradient_scale,
+        )
+
+    def absorb(self, count: Tensor, sums: Tensor) -> None:
+        """psi^2 and nu after an update.
+
+        psi^2 is the cumulative mean over the updates of the warm-up and an exponential moving average after it; in
+        ``released`` numerics the average is also taken on top of the cumulative mean, except in the last update of the
+        warm-up, where it is taken alone.
+
+        nu takes a step of size eta = min(1 - alpha_bkw, 1 / Gamma) instead of 1 - alpha_bkw. With b = eta * Gamma in
+        [0, 1], nu' = nu * (1 - b) + b * (Lambda / Gamma) is a convex combination, hence
+        |nu'| <= max(|nu|, |Lambda / Gamma|), while the unbounded recursion grows without limit as soon as
+        (1 - alpha_bkw) * Gamma stays above 2. Both are the same where Gamma <= 1 / (1 - alpha_bkw).
+        """
+        mean = sums / count.clamp(min=1)
+        batch_psi_sq, big_gamma, big_lambda = mean[0], mean[1], mean[2]
+        update = self.num_updates
+        done = self.updates_tracked.to(mean.dtype).clamp(max=update)  # smaller than update if some were skipped
+        psi_sq = self.running_psi_sq.to(mean.dtype)
+        released = self.numerics == "released"
+        in_warmup = update + released < self.warmup_updates
+        if in_warmup:
+            psi_sq = psi_sq + (batch_psi_sq - psi_sq) / (done + 1)
+        if released or not in_warmup:
+            psi_sq = self.alpha_fwd * psi_sq + (1 - self.alpha_fwd) * batch_psi_sq
+        step = 1 - self.alpha_bkw
+        nu = self.running_nu.to(mean.dtype)
+        nu = nu + (1 / big_gamma).clamp(max=step) * (big_lambda - nu * big_gamma)
+        some = count > 0
+        self.running_psi_sq.copy_(torch.where(some, psi_sq.to(self.running_psi_sq.dtype), self.running_psi_sq))
+        self.running_nu.copy_(torch.where(some, nu.to(self.running_nu.dtype), self.running_nu))
+        bounded = some & (big_gamma * step > 1).any()
+        self.updates_bounded += bounded.to(self.updates_bounded.dtype)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{super().extra_repr()}, alpha_fwd={self.alpha_fwd}, alpha_bkw={self.alpha_bkw}, "
+            f"warmup_updates={self.warmup_updates}, numerics={self.numerics}"
+        )
+
+
+class PowerNormV(_QuadraticMeanNorm):
+    """PN-V (Shen et al. 2020, section 4): the batch's quadratic mean in training, with its exact gradient.
+
+    Args:
+        dim: number of channels C.
+        groups: channel groups of the layer scale; 0 for none.
+        alpha_fwd: decay of the running mean square that evaluation uses.
+        eps: inside the roots.
+        affine: gain and bias per channel.
+    """
+
+    def __init__(
+        self, dim: int, groups: int = 1, alpha_fwd: float = 0.9, eps: float = 1e-5, affine: bool = True
+    ) -> None:
+        super().__init__(dim, groups, alpha_fwd, eps, affine)
+
+    def normalize_in_training(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
+        return power_norm_v(x, self.weight, self.bias, padding, self.groups, self.eps, self.record)
+
+    def absorb(self, count: Tensor, sums: Tensor) -> None:
+        psi_sq = self.running_psi_sq.to(sums.dtype)
+        psi_sq = self.alpha_fwd * psi_sq + (1 - self.alpha_fwd) * sums[0] / count.clamp(min=1)
+        psi_sq = psi_sq.to(self.running_psi_sq.dtype)
+        self.running_psi_sq.copy_(torch.where(count > 0, psi_sq, self.running_psi_sq))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, alpha_fwd={self.alpha_fwd}"

@@ -1,0 +1,216 @@
+"""Passes over the rows of a matrix (tokens by channels): what forward and backward of the norms consist of.
+
+Notation: x (N, C) is the input; with layer scale h = x * s, where s (N, G) is one over the root mean square of each
+channel group of a token, and without it h = x. ``padding`` (N,) is True at rows that do not count: h and the upstream
+gradient dy are taken as zero there. Arithmetic is in float32, or float64 for float64 input.
+
+On a CPU a pass works on blocks that stay in the cache, so that no temporary tensor of the size of x is ever made; on
+other devices a block is the whole matrix.
+"""
+
+from typing import Iterator, NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+BLOCK_ELEMENTS = 1 << 16  # per thread: 256 KiB of float32
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The type in which statistics of ``x`` are computed: float64 for float64, float32 for all others."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def blocks(x: Tensor) -> Iterator[slice]:
+    """Slices that cover the rows of ``x`` (N, C)."""
+    rows, channels = x.shape
+    step = rows
+    if x.device.type == "cpu":
+        step = torch.get_num_threads() * BLOCK_ELEMENTS // channels
+    step = max(step, 1)
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def load(x: Tensor, block: slice, padding: Optional[Tensor]) -> Tensor:
+    """Rows of ``x`` in the computing type, zero at padding; may be a view of ``x``."""
+    part = x[block].to(compute_dtype(x))
+    return part if padding is None else part.masked_fill(padding[block].unsqueeze(-1), 0)
+
+
+def grouped(part: Tensor, groups: int) -> Tensor:
+    """(n, C) seen as (n, G, C / G)."""
+    return part.view(part.shape[0], groups, part.shape[1] // groups)
+
+
+def inverse_rms(part: Tensor, groups: int, eps: float) -> Tensor:
+    """s (n, G) = 1 / sqrt(mean of part^2 over each channel group + eps)."""
+    return grouped(part * part, groups).mean(-1).add_(eps).rsqrt_()
+
+
+def scaled(part: Tensor, s: Optional[Tensor]) -> Tensor:
+    """h of the rows in ``part``, whose inverse root mean squares are ``s`` (n, G)."""
+    if s is None:
+        return part
+    return (grouped(part, s.shape[1]) * s.unsqueeze(-1)).view_as(part)
+
+
+def write_affine(h: Tensor, a: Optional[Tensor], b: Optional[Tensor], padding: Optional[Tensor], y: Tensor) -> None:
+    """y = h * a + b, zero at padding."""
+    if a is None:
+        y.copy_(h)
+    elif b is None:
+        torch.mul(h, a, out=y)
+    else:
+        torch.addcmul(b, h, a, out=y)
+        if padding is not None:
+            y.masked_fill_(padding.unsqueeze(-1), 0)
+
+
+class Forward(NamedTuple):
+    """Results of :func:`forward_pass`; those not asked for are None."""
+
+    y: Optional[Tensor]
+    s: Optional[Tensor]
+    sum_sq: Optional[Tensor]
+
+
+def forward_pass(
+    x: Tensor,
+    padding: Optional[Tensor],
+    groups: int,
+    eps: float,
+    a: Optional[Tensor] = None,
+    b: Optional[Tensor] = None,
+    s: Optional[Tensor] = None,
+    shift: Optional[Tensor] = None,
+    want_y: bool = True,
+    want_sum_sq: bool = True,
+) -> Forward:
+    """y = (h - shift) * a + b and the sums of h^2 over real rows.
+
+    Args:
+        x: (N, C), contiguous.
+        padding: (N,) or None.
+        groups: channel groups of the layer scale, 0 for none.
+        eps: inside the root of the layer scale.
+        a, b, shift: (C,) in the computing type.
+        s: (N, G) where an earlier pass has computed it already.
+    """
+    dtype = compute_dtype(x)
+    y = torch.empty_like(x) if want_y else None
+    sum_sq = torch.zeros(x.shape[1], dtype=dtype, device=x.device) if want_sum_sq else None
+    new_s = None
+    if groups and s is None:
+        s = new_s = torch.empty(x.shape[0], groups, dtype=dtype, device=x.device)
+    for block in blocks(x):
+        part = load(x, block, padding)
+        if new_s is not None:
+            new_s[block] = inverse_rms(part, groups, eps)
+        h = scaled(part, None if s is None else s[block])
+        if sum_sq is not None:
+            sum_sq += (h * h).sum(0)
+        if y is not None:
+            write_affine(h if shift is None else h - shift, a, b, None if padding is None else padding[block], y[block])
+    return Forward(y, s, sum_sq)
+
+
+def moments(
+    x: Tensor, padding: Optional[Tensor], groups: int, eps: float
+) -> Tuple[Optional[Tensor], Tensor, Tensor, Tensor]:
+    """Count (), mean (C,) and sum of squared deviations (C,) of h over real rows, and s, without cancellation."""
+    dtype = compute_dtype(x)
+    s = torch.empty(x.shape[0], groups, dtype=dtype, device=x.device) if groups else None
+    count = torch.zeros((), dtype=dtype, device=x.device)
+    mean = torch.zeros(x.shape[1], dtype=dtype, device=x.device)
+    deviation = torch.zeros_like(mean)
+    for block in blocks(x):
+        part = load(x, block, padding)
+        if s is not None:
+            s[block] = inverse_rms(part, groups, eps)
+        h = scaled(part, None if s is None else s[block])
+        n = real_rows(h, None if padding is None else padding[block])
+        centre = h.sum(0) / n.clamp(min=1)
+        off = h - centre
+        if padding is not None:
+            off.masked_fill_(padding[block].unsqueeze(-1), 0)
+        total = (count + n).clamp(min=1)
+        delta = centre - mean
+        # The sums of two parts: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm", 1979.
+        deviation += (off * off).sum(0) + delta * delta * (count * n / total)
+        mean += delta * (n / total)
+        count = count + n
+    return s, count, mean, deviation
+
+
+def real_rows(x: Tensor, padding: Optional[Tensor]) -> Tensor:
+    """Number of rows of ``x`` that are not padding, a () tensor in the computing type."""
+    if padding is None:
+        return torch.full((), x.shape[0], dtype=compute_dtype(x), device=x.device)
+    return (~padding).sum().to(compute_dtype(x))
+
+
+def any_nonzero(dy: Tensor, padding: Optional[Tensor]) -> Tensor:
+    """Whether any real row of ``dy`` holds something other than zero, a () bool tensor."""
+    found = torch.zeros((), dtype=torch.bool, device=dy.device)
+    for block in blocks(dy):
+        part = dy[block] != 0
+        if padding is not None:
+            part = part.masked_fill_(padding[block].unsqueeze(-1), False)
+        found = found | part.any()
+        # One look at the first block is enough nearly always; on an accelerator it would wait for the device.
+        if dy.device.type == "cpu" and found:
+            break
+    return found
+
+
+class Backward(NamedTuple):
+    """Results of :func:`backward_pass`; those not asked for are None."""
+
+    dx: Optional[Tensor]
+    sum_dy: Optional[Tensor]
+    sum_dy_h: Optional[Tensor]
+
+
+def backward_pass(
+    x: Tensor,
+    dy: Tensor,
+    padding: Optional[Tensor],
+    s: Optional[Tensor],
+    a: Optional[Tensor] = None,
+    b: Optional[Tensor] = None,
+    d: Optional[Tensor] = None,
+    shift: Optional[Tensor] = None,
+    want_dx: bool = True,
+    want_sums: bool = True,
+) -> Backward:
+    """dh = dy * a - (h - shift) * b - d, through the layer scale to dx; the sums of dy and of dy * (h - shift).
+
+    All vectors are (C,); the layer scale's gradient is dx = s * (dh - h * mean over the group of (dh * h)).
+    """
+    dtype = compute_dtype(x)
+    dx = torch.empty_like(x) if want_dx else None
+    sum_dy = torch.zeros(x.shape[1], dtype=dtype, device=x.device) if want_sums else None
+    sum_dy_h = torch.zeros_like(sum_dy) if sum_dy is not None else None
+    for block in blocks(x):
+        s_part = None if s is None else s[block]
+        h = scaled(load(x, block, padding), s_part)
+        g = load(dy, block, padding)
+        off = h if shift is None else h - shift
+        if sum_dy is not None and sum_dy_h is not None:
+            sum_dy += g.sum(0)
+            sum_dy_h += (g * off).sum(0)
+        if dx is None:
+            continue
+        dh = g if a is None else g * a
+        if b is not None:
+            dh = torch.addcmul(dh, off, b, value=-1)
+        if d is not None:
+            dh = dh - d
+            if padding is not None:
+                dh.masked_fill_(padding[block].unsqueeze(-1), 0)
+        if s_part is not None:
+            along = grouped(dh * h, s_part.shape[1]).mean(-1, keepdim=True)
+            h3, dh3 = grouped(h, s_part.shape[1]), grouped(dh, s_part.shape[1])
+            dh = torch.addcmul(dh3, h3, along, value=-1).mul_(s_part.unsqueeze(-1)).view_as(h)
+        dx[block] = dh
+    return Backward(dx, sum_dy, sum_dy_h)

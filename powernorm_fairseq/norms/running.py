@@ -1,0 +1,202 @@
+"""Running statistics: gathered in the backward pass, committed once per update.
+
+A forward pass may be repeated, recomputed or thrown away; the backward pass of a micro-batch that counts runs once.
+So a norm's contribution (a token count and sums over tokens) is recorded when the backward pass reaches it, and all
+contributions of an update are absorbed in one step.
+"""
+
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, Optional
+
+import torch
+from torch import Tensor, nn
+
+from powernorm_fairseq.norms.base import Norm
+
+_gradient_scale = 1.0
+
+
+def set_gradient_scale(scale: float) -> None:
+    """Says that the gradients of coming backward passes are ``scale`` times those of the loss (default 1)."""
+    global _gradient_scale
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"the gradient scale must be positive and finite, not {scale}")
+    _gradient_scale = float(scale)
+
+
+def get_gradient_scale() -> float:
+    """The factor that :func:`set_gradient_scale` has set."""
+    return _gradient_scale
+
+
+@contextmanager
+def gradient_scale(scale: float) -> Iterator[None]:
+    """:func:`set_gradient_scale` for a block of code; the backward passes in it count.
+
+    The factor belongs to the process, not to the thread: on an accelerator backward passes run in other threads.
+    """
+    before = get_gradient_scale()
+    set_gradient_scale(scale)
+    try:
+        yield
+    finally:
+        set_gradient_scale(before)
+
+
+def inside_backward() -> bool:
+    """Whether this thread is executing a backward pass, as it is when activation checkpointing recomputes."""
+    if hasattr(torch._C, "_current_graph_task_id"):
+        return torch._C._current_graph_task_id() != -1
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: None)
+    except RuntimeError:  # older torch has no better question: callbacks are accepted in a backward pass only
+        return False
+    return True
+
+
+class RunningNorm(Norm):
+    """A norm with statistics over tokens that survive the batch.
+
+    Subclasses hand :meth:`record` to their backward pass and say in :meth:`absorb` what one update's sums do to the
+    buffers. Statistics are float32 (float64 after ``.double()``) whatever ``.half()`` or ``.bfloat16()`` says.
+
+    When contributions are absorbed:
+
+    * ``set_num_updates(n)`` with a new n. Calls with the same n are micro-batches of one update.
+    * ``eval()``, and when the ``state_dict`` is taken.
+    * Where ``set_num_updates`` was never called: at the next training forward, so each backward is an update.
+
+    Until then, forward and backward use the statistics of the last update.
+
+    Args:
+        dim: number of channels C.
+        groups: channel groups of the layer scale in front, 0 for none.
+        eps: inside the roots.
+        affine: gain and bias per channel.
+
+    Attributes:
+        updates_tracked: updates absorbed.
+        updates_skipped: updates in which a contribution was dropped because a sum was not finite.
+        updates_bounded: updates in which a bound on the recursion acted (PowerNorm only).
+    """
+
+    token_wise = False
+
+    updates_tracked: Tensor
+    updates_skipped: Tensor
+    updates_bounded: Tensor
+
+    def __init__(self, dim: int, groups: int, eps: float, affine: bool) -> None:
+        super().__init__(dim, eps)
+        if groups < 0 or (groups > 0 and dim % groups):
+            raise ValueError(f"groups must be 0 (no layer scale) or a divisor of the {dim} channels, not {groups}")
+        self.groups = groups
+        self.affine = affine
+        self.weight = nn.Parameter(torch.ones(dim)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(dim)) if affine else None
+        # Counters are floating point: scripts that average or decay all buffers fail on integers.
+        for name in ("updates_tracked", "updates_skipped", "updates_bounded"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.float32))
+        self._pending: Optional[Tensor] = None
+        self._stated_updates: Optional[int] = None
+        self._own_updates = 0
+
+    @property
+    def num_updates(self) -> int:
+        """Finished updates: as ``set_num_updates`` said last, else as counted here."""
+        return self._own_updates if self._stated_updates is None else self._stated_updates
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """Takes the number of finished updates; a new number ends the update that was being gathered."""
+        if num_updates != self._stated_updates:
+            self.commit()
+            self._stated_updates = num_updates
+
+    def normalize(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
+        if not self.training:
+            return self.normalize_by_statistics(x, padding)
+        if self._stated_updates is None and self._pending is not None and not inside_backward():
+            self.commit()
+        return self.normalize_in_training(x, padding)
+
+    def normalize_in_training(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
+        """The norm of a training batch, whose backward pass calls :meth:`record`."""
+        raise NotImplementedError
+
+    def normalize_by_statistics(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
+        """The norm in evaluation, from committed statistics only."""
+        raise NotImplementedError
+
+    def absorb(self, count: Tensor, sums: Tensor) -> None:
+        """Changes the buffers by one update.
+
+        Args:
+            count: () number of tokens; where it is 0 nothing may change.
+            sums: (K, C) the K sums that were recorded.
+        """
+        raise NotImplementedError
+
+    def record(self, live: Tensor, count: Tensor, *sums: Tensor) -> None:
+        """Adds one backward pass to what is pending.
+
+        Args:
+            live: () bool, False if the upstream gradient was zero everywhere (dummy batches): adds nothing.
+            count: () number of real tokens.
+            sums: (C,) each; if one of them is not finite, the contribution is dropped and counted as such.
+        """
+        dtype = torch.float32 if count.device.type == "mps" else torch.float64
+        new = torch.cat([part.reshape(-1).to(dtype) for part in (count, *sums)])
+        finite = torch.isfinite(new).all()
+        new = torch.where(live & finite, new, torch.zeros_like(new))
+        dropped = (live & ~finite).to(dtype).reshape(1)
+        new = torch.cat([dropped, new])
+        self._pending = new if self._pending is None else self._pending + new
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Ends the update that is being gathered: absorbs what is pending, if anything is."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pending = pending.to(self.updates_tracked.device)
+        dropped, count, sums = pending[0], pending[1], pending[2:].view(-1, self.dim)
+        self.absorb(count, sums)
+        self.updates_tracked += (count > 0).to(self.updates_tracked.dtype)
+        self.updates_skipped += (dropped > 0).to(self.updates_skipped.dtype)
+        self._own_updates += 1
+
+    def discard_pending(self) -> None:
+        """Forgets what was gathered since the last commit: the update failed and will be tried again."""
+        self._pending = None
+
+    def train(self, mode: bool = True) -> "RunningNorm":
+        if not mode:
+            self.commit()
+        super().train(mode)
+        return self
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.commit()
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.discard_pending()
+        super()._load_from_state_dict(*args, **kwargs)
+        if not self.updates_tracked.is_meta:
+            self._own_updates = int(self.updates_tracked)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> "RunningNorm":
+        before = dict(self._buffers)
+        super()._apply(fn, *args, **kwargs)
+        for name, buffer in self._buffers.items():
+            kept = before[name]
+            if buffer is not None and kept is not None and buffer.dtype in (torch.float16, torch.bfloat16):
+                self._buffers[name] = buffer.float() if kept.is_meta else kept.to(buffer.device)
+        return self
+
+    def __getstate__(self) -> Dict[str, Any]:
+        # A copy starts with nothing pending: backward passes through the original are no business of the copy.
+        return {**self.__dict__, "_pending": None}
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, groups={self.groups}, affine={self.affine}"

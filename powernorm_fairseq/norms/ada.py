@@ -23,7 +23,7 @@ class AdaNorm(_Parameterless):
         dim: number of channels.
         scale: the factor C.
         k: the slope; 0.1 in the paper.
-        numerics: ``paper`` divides by sqrt(biased variance + eps), ``released`` by the unbiased standard deviation + eps.
+        numerics: ``paper`` divides by sqrt(biased variance + eps), ``released`` by unbiased standard deviation + eps.
         eps: see ``numerics``.
     """
 

@@ -1,9 +1,11 @@
 """The mathematics of the norms, without state.
 
 Notation: x has channels last; ``padding`` has shape ``x.shape[:-1]`` and is True at padding, which is left out of
-every statistic and gets zero output and zero gradient. With layer scale h = x / (root mean square of x over each channel
-group of a token), without it (``groups=0``) h = x. Statistics are computed in float32, in float64 for float64 input,
-and cast once at the end. What backward passes keep is the input, one number per token and group, and channel vectors.
+every statistic and gets zero output and zero gradient. With layer scale h is x divided by its root mean square over
+each channel group of a token, without it (``groups=0``) h = x.
+
+Statistics are computed in float32, in float64 for float64 input, and cast once at the end. What backward passes keep is
+the input, one number per token and group, and channel vectors.
 """
 
 from typing import Any, Callable, Optional, Tuple

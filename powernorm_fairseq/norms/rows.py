@@ -8,7 +8,7 @@ On a CPU a pass works on blocks that stay in the cache, so that no temporary ten
 other devices a block is the whole matrix.
 """
 
-from typing import Iterator, NamedTuple, Optional, Tuple
+from typing import Any, Iterator, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -67,11 +67,11 @@ def write_affine(h: Tensor, a: Optional[Tensor], b: Optional[Tensor], padding: O
 
 
 class Forward(NamedTuple):
-    """Results of :func:`forward_pass`; those not asked for are None."""
+    """Results of :func:`forward_pass`: tensors, or None where not asked for (``s``: where there is no layer scale)."""
 
-    y: Optional[Tensor]
-    s: Optional[Tensor]
-    sum_sq: Optional[Tensor]
+    y: Any
+    s: Any
+    sum_sq: Any
 
 
 def forward_pass(
@@ -164,11 +164,11 @@ def any_nonzero(dy: Tensor, padding: Optional[Tensor]) -> Tensor:
 
 
 class Backward(NamedTuple):
-    """Results of :func:`backward_pass`; those not asked for are None."""
+    """Results of :func:`backward_pass`: tensors, or None where not asked for."""
 
-    dx: Optional[Tensor]
-    sum_dy: Optional[Tensor]
-    sum_dy_h: Optional[Tensor]
+    dx: Any
+    sum_dy: Any
+    sum_dy_h: Any
 
 
 def backward_pass(

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, Iterator, Optional
 import torch
 from torch import Tensor, nn
 
-from powernorm_fairseq.norms.base import Norm
+from powernorm_fairseq.norms.base import Norm, divisor
 
 _gradient_scale = 1.0
 
@@ -88,9 +88,7 @@ class RunningNorm(Norm):
 
     def __init__(self, dim: int, groups: int, eps: float, affine: bool) -> None:
         super().__init__(dim, eps)
-        if groups < 0 or (groups > 0 and dim % groups):
-            raise ValueError(f"groups must be 0 (no layer scale) or a divisor of the {dim} channels, not {groups}")
-        self.groups = groups
+        self.groups = divisor(groups, dim)
         self.affine = affine
         self.weight = nn.Parameter(torch.ones(dim)) if affine else None
         self.bias = nn.Parameter(torch.zeros(dim)) if affine else None

@@ -54,16 +54,19 @@ def scaled(part: Tensor, s: Optional[Tensor]) -> Tensor:
     return (grouped(part, s.shape[1]) * s.unsqueeze(-1)).view_as(part)
 
 
-def write_affine(h: Tensor, a: Optional[Tensor], b: Optional[Tensor], padding: Optional[Tensor], y: Tensor) -> None:
-    """y = h * a + b, zero at padding."""
+def write_affine(
+    h: Tensor, shift: Optional[Tensor], a: Optional[Tensor], b: Optional[Tensor], padding: Optional[Tensor], y: Tensor
+) -> None:
+    """y = (h - shift) * a + b, zero at padding."""
+    off = h if shift is None else h - shift
     if a is None:
-        y.copy_(h)
+        y.copy_(off)
     elif b is None:
-        torch.mul(h, a, out=y)
+        torch.mul(off, a, out=y)
     else:
-        torch.addcmul(b, h, a, out=y)
-        if padding is not None:
-            y.masked_fill_(padding.unsqueeze(-1), 0)
+        torch.addcmul(b, off, a, out=y)
+    if padding is not None and not (b is None and shift is None):
+        y.masked_fill_(padding.unsqueeze(-1), 0)
 
 
 class Forward(NamedTuple):
@@ -110,7 +113,7 @@ def forward_pass(
         if sum_sq is not None:
             sum_sq += (h * h).sum(0)
         if y is not None:
-            write_affine(h if shift is None else h - shift, a, b, None if padding is None else padding[block], y[block])
+            write_affine(h, shift, a, b, None if padding is None else padding[block], y[block])
     return Forward(y, s, sum_sq)
 
 

@@ -8,7 +8,6 @@ from powernorm_fairseq.norms import BatchNorm
 from tests.norms import references
 from tests.norms.helpers import Batches, close, step, with_parameters
 
-
 SAVED = ["x", "grad_y", "y", "grad_x", "grad_weight", "grad_bias"]
 
 

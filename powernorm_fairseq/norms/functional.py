@@ -19,8 +19,10 @@ from torch.autograd.function import once_differentiable
 from powernorm_fairseq.norms.rows import (
     any_nonzero,
     backward_pass,
+    blocks,
     compute_dtype,
     forward_pass,
+    load,
     moments,
     real_rows,
 )
@@ -284,41 +286,49 @@ class _Standardize(Function):
     def forward(
         ctx: Any, x: Tensor, eps: float, released: bool, detach_mean: bool, detach_sigma: bool, scale: float, k: float
     ) -> Tensor:
-        wide = x.to(compute_dtype(x))
-        if released:
-            mean = wide.mean(-1, keepdim=True)
-            off = wide - mean
-            sigma = (off.square().sum(-1, keepdim=True) / max(x.shape[-1] - 1, 1)).sqrt_()
-            inverse = 1 / (sigma + eps)
-            y = off.mul_(inverse)
-        else:
-            y, mean, inverse = torch.native_layer_norm(wide, x.shape[-1:], None, None, eps)
+        channels = x.shape[1]
+        z = torch.empty_like(x)
+        mean = torch.empty(x.shape[0], 1, dtype=compute_dtype(x), device=x.device)
+        inverse = torch.empty_like(mean)
+        for block in blocks(x):
+            part = load(x, block, None)
+            if released:
+                mean[block] = part.mean(-1, keepdim=True)
+                off = part - mean[block]
+                sigma = ((off * off).sum(-1, keepdim=True) / max(channels - 1, 1)).sqrt_()
+                inverse[block] = 1 / (sigma + eps)
+                y = off.mul_(inverse[block])
+            else:
+                y, mean[block], inverse[block] = torch.native_layer_norm(part, (channels,), None, None, eps)
+            z[block] = torch.addcmul(y * scale, y, y, value=-scale * k) if k else y * scale
         ctx.save_for_backward(x, mean, inverse)
         ctx.options = eps, released, detach_mean, detach_sigma, scale, k
-        if k:
-            return (y * y).mul_(-scale * k).add_(y, alpha=scale).to(x.dtype)
-        return (y if scale == 1 else y * scale).to(x.dtype)
+        return z
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> Any:
         x, mean, inverse = ctx.saved_tensors
         eps, released, detach_mean, detach_sigma, scale, k = ctx.options
-        y = (x.to(mean.dtype) - mean).mul_(inverse)
-        g = dz.to(mean.dtype)
-        if k:
-            g = torch.add(g, g * y, alpha=-k)
-        along = None if detach_sigma else (g * y).mean(-1, keepdim=True)
-        if along is not None and released:
-            # sigma + eps over sigma, and C - 1 for C; where sigma is 0, y is 0 and the factor does not matter.
-            sigma = 1 / inverse - eps
-            channels = x.shape[-1]
-            factor = channels / max(channels - 1, 1) / (sigma * inverse)
-            along = torch.where(sigma > 0, along * factor, torch.zeros_like(along))
-        dx = g if detach_mean else g - g.mean(-1, keepdim=True)
-        if along is not None:
-            dx = torch.addcmul(dx, y, along, value=-1)
-        return ((dx * inverse).mul_(scale).to(x.dtype),) + (None,) * 6
+        channels = x.shape[1]
+        dx = torch.empty_like(x)
+        for block in blocks(x):
+            i = inverse[block]
+            y = (load(x, block, None) - mean[block]).mul_(i)
+            g = load(dz, block, None)
+            if k:
+                g = torch.addcmul(g, g, y, value=-k)
+            part = g if detach_mean else g - g.mean(-1, keepdim=True)
+            if not detach_sigma:
+                along = (g * y).mean(-1, keepdim=True)
+                if released:
+                    # sigma + eps for sigma, C - 1 for C; where sigma is 0, y is 0 and the factor does not matter.
+                    sigma = 1 / i - eps
+                    factor = channels / max(channels - 1, 1) / (sigma * i)
+                    along = torch.where(sigma > 0, along * factor, torch.zeros_like(along))
+                part = torch.addcmul(part, y, along, value=-1)
+            torch.mul(part, i if scale == 1 else i * scale, out=dx[block])
+        return (dx,) + (None,) * 6
 
 
 def ada_norm(x: Tensor, scale: float = 1.0, k: float = 0.1, eps: float = 1e-5, released: bool = False) -> Tensor:
@@ -331,7 +341,7 @@ def ada_norm(x: Tensor, scale: float = 1.0, k: float = 0.1, eps: float = 1e-5, r
         released: sigma is the unbiased standard deviation plus ``eps``, not the root of the biased variance plus
             ``eps``, as in the released code.
     """
-    return _Standardize.apply(x, eps, released, False, False, scale, k)
+    return _Standardize.apply(_flat(x, None)[0], eps, released, False, False, scale, k).view(x.shape)
 
 
 def standardize(
@@ -344,4 +354,5 @@ def standardize(
         released: see :func:`ada_norm`.
         detach_mean, detach_sigma: the statistic is a constant in the backward pass.
     """
-    return _Standardize.apply(x, eps, released, detach_mean, detach_sigma, 1.0, 0.0)
+    rows, _ = _flat(x, None)
+    return _Standardize.apply(rows, eps, released, detach_mean, detach_sigma, 1.0, 0.0).view(x.shape)

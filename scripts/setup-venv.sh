@@ -40,11 +40,15 @@ create() {
   rm -rf "$venv"
   if "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     "$python" -m venv "$venv"
+  elif "$python" -c 'import venv, pip; assert int(pip.__version__.split(".")[0]) >= 23' 2>/dev/null; then
+    # Debian keeps ensurepip in a package of its own (python3-venv); its pip can install another one into the folder.
+    "$python" -m venv --without-pip "$venv"
+    "$python" -m pip --python "$venv/bin/python" install --quiet --disable-pip-version-check "pip>=23"
   elif "$python" -c 'import virtualenv' 2>/dev/null; then
     "$python" -m virtualenv --quiet "$venv"
   else
-    fail "$python has no venv module. Debian and Ubuntu keep it in a package of its own:" \
-      "apt-get install python$(minor "$python")-venv (or: pip install virtualenv)"
+    fail "$python cannot make virtual environments. Debian and Ubuntu: apt-get install python$(minor "$python")-venv" \
+      "(or: pip install virtualenv)"
   fi
 }
 

@@ -254,7 +254,7 @@ def _n9_half_precision_without_gpu() -> None:
         parsed = original(*args, **kwargs)
         namespace = parsed[0] if isinstance(parsed, tuple) else parsed
         given = kwargs.get("input_args", args[1] if len(args) > 1 else None) or sys.argv
-        if namespace.bf16 and "--tpu" not in given:
+        if getattr(namespace, "bf16", False) and "--tpu" not in given:
             namespace.tpu = False
         return parsed
 

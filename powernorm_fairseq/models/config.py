@@ -90,7 +90,7 @@ class NormOptions(FairseqDataclass):
         None, "batch: weight of the new batch in the running statistics (default: 0.1)"
     )
     norm_cumulative: bool = option(False, "batch: running statistics are the mean over all updates so far")
-    norm_scale: Optional[float] = option(None, "ada: the factor C (default: 1)")
+    norm_scale: Optional[float] = option(None, "ada: the factor C (default: 1.0)")
     norm_k: Optional[float] = option(None, "ada: the slope k (default: 0.1)")
     norm_detach: Optional[str] = option(
         None, "detach: what is a constant in the backward pass: both (default), mean or sigma"

@@ -129,19 +129,24 @@ def test_both_entry_points_build_the_same_model(name):
     assert torch.equal(*outputs)
 
 
+def wikitext_parameters(norm, words):
+    """Parameters of the wiki103 models with ``norm`` vectors per norm; four bands, each with a projection."""
+    width, bands = 256, 4
+    classes = (bands - 1) * width
+    return words * width + bands * width * width + classes + transformer_parameters(6, width, 2100, norm, final=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", LANGUAGE_MODEL_FAMILIES)
 def test_wikitext_model(family):
     """Adaptive input and softmax over bands up to 200 000 words, tied, every band as wide as the model."""
     name = f"transformer_lm_{family}_wiki103"
-    words, width, bands = 200_100, 256, 4
+    words = 200_100
     states, outputs = [], []
     for cfg in (command_line(name), hydra(name)):
         model = build(cfg, words).eval()
         assert model.decoder.adaptive_softmax.cutoff == [20_000, 40_000, 200_000, words]
-        stack = transformer_parameters(6, width, 2100, 0 if family == "adanorm" else 2, final=False)
-        classes = (bands - 1) * width
-        assert count(model) == words * width + bands * width * width + classes + stack
+        assert count(model) == wikitext_parameters(0 if family == "adanorm" else 2, words)
         with torch.no_grad():
             outputs.append(model(**inputs_for(name))[0])
         states.append({key: value.shape for key, value in model.state_dict().items()})

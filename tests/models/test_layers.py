@@ -227,6 +227,7 @@ def test_with_layer_norm_it_is_fairseqs_transformer(which):
         ours_output, stock_output = ours.eval()(**net_input)[0], stock.eval()(**net_input)[0]
     real = net_input["prev_output_tokens"].ne(1)
     torch.testing.assert_close(ours_output[real], stock_output[real], rtol=1e-12, atol=1e-12)
+    small(seed=2, layernorm_embedding=True, **fields).load_state_dict(stock.state_dict())
 
 
 @contextlib.contextmanager

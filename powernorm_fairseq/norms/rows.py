@@ -73,8 +73,10 @@ def write_affine(
         y.copy_(off)
     elif b is None:
         torch.mul(off, a, out=y)
-    else:
+    elif y.dtype == off.dtype:
         torch.addcmul(b, off, a, out=y)
+    else:
+        y.copy_(torch.addcmul(b, off, a))
     if padding is not None and not (b is None and shift is None):
         zero_rows_(y, padding)
 
@@ -226,7 +228,7 @@ def backward_pass(
             dx[block] = dh
         else:
             groups = s_part.shape[1]
-            along = grouped(dh * h, groups).mean(-1, keepdim=True)
-            across = torch.addcmul(grouped(dh, groups), grouped(h, groups), along, value=-1)
+            along = grouped(dh * h, groups).sum(-1, keepdim=True)
+            across = torch.addcmul(grouped(dh, groups), grouped(h, groups), along, value=-groups / x.shape[1])
             torch.mul(across, s_part.unsqueeze(-1), out=grouped(dx[block], groups))
     return Backward(dx, sum_dy, sum_dy_h)

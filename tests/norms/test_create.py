@@ -1,11 +1,13 @@
 """The factory."""
 
 import inspect
+import re
 
 import pytest
 
 from powernorm_fairseq import norms
 from powernorm_fairseq.norms import NORMS, Norm, create_norm
+from tests.commands import ROOT
 from tests.norms.helpers import NAMES
 
 
@@ -47,3 +49,17 @@ def test_defaults(name):
     assert str(create_norm(name, 8, {})) == str(norm) == str(NORMS[name](8))
     with pytest.raises(ValueError, match="dim"):
         create_norm(name, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_documentation_lists_the_options(name):
+    text = (ROOT / "docs" / "norms.md").read_text(encoding="utf-8")
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| `{name}` |")]
+    options = row.split(" | ")[-2]
+    wanted = {key: value.default for key, value in inspect.signature(NORMS[name]).parameters.items() if key != "dim"}
+    assert ("eps" in wanted) == (name != "none")
+    for option in set(wanted) - {"eps"}:
+        assert f"`{option}`" in options
+        if option != "affine":
+            assert str(wanted[option]).lower() in options
+    assert set(re.findall(r"`(\w+)`", options)) == set(wanted) - {"eps"}

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from powernorm_fairseq.norms import create_norm
 from powernorm_fairseq.norms import functional as F
 
 MASK = torch.tensor([False, False, True, False, False, True, False])
@@ -74,3 +75,19 @@ def test_power_norm_with_the_exact_nu_has_the_gradient_of_power_norm_v():
     y = F.power_norm(x, weight, bias, torch.ones(6).double(), nu, MASK, 2, eps, use_batch_psi=True)
     for one, other in zip(torch.autograd.grad(y, (x, weight, bias), dy.detach()), wanted):
         assert torch.allclose(one, other, atol=1e-7)
+
+
+@pytest.mark.parametrize("name, channel_vectors", [("power", 6), ("power_v", 4), ("batch", 5), ("rms", 1), ("ada", 0)])
+def test_backward_keeps_the_input_a_number_per_token_and_group_and_channel_vectors(name, channel_vectors):
+    norm = create_norm(name, 64, {"groups": 4})
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    x = torch.randn(50, 20, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        norm(x)
+    assert kept.pop(x.data_ptr()) == x.numel()
+    assert sum(kept.values()) <= 1000 * 4 + channel_vectors * 64 + 1

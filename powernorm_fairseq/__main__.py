@@ -1,0 +1,50 @@
+"""``python -m powernorm_fairseq <command>``, installed as ``powernorm_fairseq`` too."""
+
+import argparse
+import importlib
+import logging
+import sys
+from typing import Optional, Sequence
+
+from powernorm_fairseq.processes import UserError
+from powernorm_fairseq.version import __version__
+
+# Command -> (module with add_arguments(parser) and main(args) -> exit code, what the command does).
+COMMANDS = {
+    "prepare": ("powernorm_fairseq.corpora.prepare", "raw text to what fairseq reads"),
+    "run": ("powernorm_fairseq.experiment.run", "train, average, decode and score what one YAML describes"),
+    "floor": ("powernorm_fairseq.experiment.floor", "the score that what knows nothing reaches on the same text"),
+    "demo": (
+        "powernorm_fairseq.experiment.demo",
+        "small models with several norms on the sample text, and their table",
+    ),
+    "average": ("powernorm_fairseq.checkpoints.average", "average the last checkpoints of a run"),
+    "report": ("powernorm_fairseq.report.report", "the table and the curves of finished runs"),
+}
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run one command; returns the exit code: 0 done, 1 failed, 130 interrupted."""
+    # fairseq's imports set the root logger to DEBUG or INFO; its programs, which are processes of their own, keep that.
+    logging.getLogger().setLevel(logging.WARNING)
+    parser = argparse.ArgumentParser(prog="powernorm_fairseq", description="Normalization layers for fairseq.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, summary) in COMMANDS.items():
+        command = importlib.import_module(module)
+        described = commands.add_parser(name, help=summary, description=f"{command.__doc__}")
+        command.add_arguments(described)
+        described.set_defaults(main=command.main)
+    args = parser.parse_args(argv)
+    try:
+        return args.main(args)
+    except UserError as error:
+        print(f"powernorm_fairseq {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues where this one was", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

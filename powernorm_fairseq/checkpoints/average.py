@@ -1,0 +1,134 @@
+"""``powernorm_fairseq average``: one model from the last checkpoints of a run."""
+
+import argparse
+import os
+import re
+from pathlib import Path
+from typing import Any, Dict, List, Sequence
+
+import torch
+
+from powernorm_fairseq.processes import UserError
+
+# These count updates; a mean of counts means nothing.
+COUNTERS = ("updates_tracked", "updates_skipped", "updates_bounded", "num_batches_tracked")
+
+EPOCH = re.compile(r"checkpoint(\d+)\.pt$")
+UPDATE = re.compile(r"checkpoint_\d+_(\d+)\.pt$")
+
+
+def last_checkpoints(folder: Path, count: int) -> List[Path]:
+    """The last ``count`` checkpoints of a run, oldest first.
+
+    Checkpoints saved each so many updates (``checkpoint_2_600.pt``) are taken where there are any, else those saved at
+    the end of each epoch (``checkpoint2.pt``).
+
+    Raises:
+        UserError: there are fewer.
+    """
+    for pattern in (UPDATE, EPOCH):
+        matches = [
+            (int(match.group(1)), path) for path in folder.glob("*.pt") for match in [pattern.match(path.name)] if match
+        ]
+        if matches:
+            break
+    if count < 1:
+        raise UserError("at least one checkpoint is needed")
+    if len(matches) < count:
+        raise UserError(f"{folder} has {len(matches)} checkpoints by epoch or update; {count} are needed")
+    return [path for _, path in sorted(matches)[-count:]]
+
+
+def average_states(states: Sequence[Dict[str, torch.Tensor]]) -> Dict[str, torch.Tensor]:
+    """The mean of several state dicts, key by key.
+
+    Parameters and running statistics are added up in float64 and cast back to their own type at the end. Counters and
+    everything that is not floating point are those of the last state.
+
+    Raises:
+        UserError: the states do not have the same keys and shapes.
+    """
+    last = states[-1]
+    for number, state in enumerate(states, start=1):
+        odd = sorted(set(state) ^ set(last))
+        if odd:
+            raise UserError(f"checkpoints of different models: only one of two has {', '.join(odd[:5])}")
+        for key, value in state.items():
+            if value.shape != last[key].shape:
+                raise UserError(
+                    f"{key} is {tuple(value.shape)} in checkpoint {number}, {tuple(last[key].shape)} in the last"
+                )
+    averaged = {}
+    for key, value in last.items():
+        if key.rpartition(".")[2] in COUNTERS or not value.is_floating_point():
+            averaged[key] = value.clone()
+        else:
+            total = torch.zeros_like(value, dtype=torch.float64)
+            for state in states:
+                total += state[key].double()
+            averaged[key] = (total / len(states)).to(value.dtype)
+    return averaged
+
+
+def average_checkpoints(paths: Sequence[Path], output: Path) -> None:
+    """Write the average of several checkpoints; the rest of the file (configuration, ...) is the last one's.
+
+    The optimiser's state is left out, as an average cannot be trained on. The file appears whole or not at all.
+
+    Raises:
+        UserError: a file is missing or is no checkpoint, or the models differ.
+    """
+    loaded = [load_checkpoint(path) for path in paths]
+    state = dict(loaded[-1])
+    state["model"] = average_states([one["model"] for one in loaded])
+    state["last_optimizer_state"] = None
+    save_checkpoint(state, output)
+
+
+def load_checkpoint(path: Path) -> Dict[str, Any]:
+    """A fairseq checkpoint on the CPU.
+
+    Raises:
+        UserError: there is no such file, or it is no checkpoint.
+    """
+    from fairseq import checkpoint_utils
+
+    if not path.is_file():
+        raise UserError(f"no checkpoint {path}")
+    try:
+        state = checkpoint_utils.load_checkpoint_to_cpu(str(path))
+    except Exception as error:  # torch raises whatever the bytes happen to lead to
+        raise UserError(f"{path} cannot be read as a checkpoint: {error}") from error
+    if not isinstance(state, dict) or "model" not in state:
+        raise UserError(f"{path} is no fairseq checkpoint: it has no model")
+    return state
+
+
+def save_checkpoint(state: Dict[str, Any], output: Path) -> None:
+    """Write a checkpoint so that it appears whole or not at all."""
+    from omegaconf import OmegaConf
+
+    if OmegaConf.is_config(state.get("cfg")):
+        # As fairseq saves it: plain types, which torch loads without trusting the file.
+        state = {**state, "cfg": OmegaConf.to_container(state["cfg"], resolve=True, enum_to_str=True)}
+    partial = output.with_name(output.name + ".partial")
+    torch.save(state, partial)
+    os.replace(partial, output)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("--folder", type=Path, help="checkpoint folder of a run")
+    parser.add_argument("--last", type=int, default=5, help="how many of its last checkpoints (%(default)s)")
+    parser.add_argument("--inputs", type=Path, nargs="+", help="instead of --folder: the checkpoints, oldest first")
+    parser.add_argument("--output", type=Path, required=True, help="file to write")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Average what the arguments name."""
+    if (args.folder is None) == (args.inputs is None):
+        raise UserError("give either --folder or --inputs")
+    paths = args.inputs or last_checkpoints(args.folder, args.last)
+    average_checkpoints(paths, args.output)
+    print(f"{args.output}: the mean of {', '.join(path.name for path in paths)}")
+    return 0

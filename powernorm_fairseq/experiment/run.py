@@ -1,0 +1,277 @@
+"""``powernorm_fairseq run``: train, average, decode and score what one YAML describes.
+
+Every stage leaves a file that is whole or absent, and is skipped when it is there; an interrupted training goes on
+from its last checkpoint. A folder belongs to one config.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, Optional, Tuple
+
+from powernorm_fairseq.checkpoints.average import average_checkpoints, last_checkpoints, load_checkpoint
+from powernorm_fairseq.experiment import record
+from powernorm_fairseq.experiment.config import (
+    Config,
+    load_config,
+    number,
+    override,
+    scoring_arguments,
+    scoring_of,
+    train_arguments,
+    with_norm,
+)
+from powernorm_fairseq.experiment.folder import claim, mend_last_checkpoint
+from powernorm_fairseq.experiment.log import Follower, clock, validations
+from powernorm_fairseq.processes import (
+    PACKAGE,
+    UserError,
+    cores,
+    failure,
+    fairseq_program,
+    run_to_end,
+    start,
+    stop,
+    write_atomically,
+)
+
+Say = Callable[[str], None]
+PROGRESS_SECONDS = 15.0
+
+
+def run(config: Config, folder: Path, *, norm: str = "", threads: int = 1, say: Say = print) -> Dict[str, Any]:
+    """Do all that is still to be done of one run and return its result.
+
+    Args:
+        config: a complete config; where checkpoints go is set here.
+        folder: the run's own folder.
+        norm: the name under which tables show the run.
+        threads: for every process of the run.
+
+    Raises:
+        UserError: a stage failed, or the folder belongs to another run.
+    """
+    config = placed(config, folder)
+    with claim(folder, config):
+        finished = record.read(folder)
+        if finished is not None:
+            say("finished before")
+            return finished
+        training = train(config, folder, threads, say)
+        checkpoint = final_checkpoint(config, folder, say)
+        scores = score(config, folder, checkpoint, threads, say)
+        result = {
+            "kind": scoring_of(config).metric,
+            "norm": norm or config["model"]["_name"],
+            "model": config["model"]["_name"],
+            "task": config["task"]["_name"],
+            "checkpoint": checkpoint.name,
+            "scores": scores,
+            "reported": scoring_of(config).subsets[-1],
+            "training": training,
+            "seed": config["common"].get("seed", 1),
+            "config": config,
+        }
+        result = record.write(folder, result, threads)
+        say("finished: " + in_words(result))
+        return result
+
+
+def placed(config: Config, folder: Path) -> Config:
+    """The config with what depends on the place: where checkpoints go, and where fairseq's programs find the plugin."""
+    changed = override(config, [])
+    changed.setdefault("checkpoint", {})["save_dir"] = str(folder / "checkpoints")
+    changed.setdefault("common", {})["user_dir"] = str(PACKAGE)
+    return changed
+
+
+def train(config: Config, folder: Path, threads: int, say: Say) -> Dict[str, Any]:
+    """Train to the end, from where an earlier start was interrupted; returns updates, seconds, last validation."""
+    marker, log, checkpoints = folder / "trained.json", folder / "train.log", folder / "checkpoints"
+    if marker.exists():
+        return json.loads(marker.read_text(encoding="utf-8"))
+    checkpoints.mkdir(exist_ok=True)
+    for words in mend_last_checkpoint(checkpoints):
+        say(words)
+    going_on = (checkpoints / "checkpoint_last.pt").exists()
+    log.touch()
+    follower = Follower(log)
+    process = start([*fairseq_program("train"), *train_arguments(config)], log, threads=threads)
+    try:
+        _watch(process, follower, int(number(config, "optimization", "max_update", 0)), going_on, say)
+    finally:
+        stop(process)
+    if process.returncode:
+        raise UserError(failure("fairseq-train", process.returncode, log))
+    state = load_checkpoint(checkpoints / "checkpoint_last.pt")
+    history = validations(log)
+    training = {
+        "updates": state["optimizer_history"][-1]["num_updates"],
+        # fairseq carries this over an interruption; what was lost and repeated is not counted.
+        "seconds": state["extra_state"]["previous_training_time"],
+        "parameters": count_parameters(state),
+        "valid_loss": history[-1].loss if history else None,
+        "valid_nll": history[-1].nll if history else None,
+    }
+    write_atomically(marker, json.dumps(training) + "\n")
+    return training
+
+
+def _watch(process: "subprocess.Popen[bytes]", follower: Follower, updates: int, going_on: bool, say: Say) -> None:
+    """Print progress until the process ends."""
+    say("training goes on" if going_on else "training starts")
+    began = spoke = time.monotonic()
+    # Speed is measured from the first progress on, since before it lie imports and perhaps an earlier training.
+    since: Optional[Tuple[float, int]] = None
+    while process.poll() is None:
+        time.sleep(0.5)
+        now = time.monotonic()
+        if not follower.look():
+            continue
+        if since is None:
+            since = (now, follower.update)
+        elif now - spoke >= PROGRESS_SECONDS and follower.update > since[1]:
+            spoke = now
+            pace = (now - since[0]) / (follower.update - since[1])
+            left = f", {clock(pace * (updates - follower.update))} left" if updates else ""
+            total = f" of {updates}" if updates else ""
+            loss = f"training loss {follower.loss:.2f}"
+            say(f"update {follower.update}{total}, {loss}, {clock(now - began)} gone{left}")
+
+
+def count_parameters(state: Dict[str, Any]) -> int:
+    """Trained numbers in a checkpoint: what the optimiser has moments for."""
+    optimizer = state.get("last_optimizer_state") or {}
+    return sum(moments["exp_avg"].numel() for moments in optimizer.get("state", {}).values() if "exp_avg" in moments)
+
+
+def final_checkpoint(config: Config, folder: Path, say: Say) -> Path:
+    """The checkpoint to be scored, averaged first where the config says so."""
+    scoring, checkpoints = scoring_of(config), folder / "checkpoints"
+    if not scoring.average:
+        return checkpoints / f"checkpoint_{scoring.checkpoint}.pt"
+    averaged = checkpoints / "averaged.pt"
+    if not averaged.exists():
+        average_checkpoints(last_checkpoints(checkpoints, scoring.average), averaged)
+        say(f"averaged the last {scoring.average} checkpoints")
+    return averaged
+
+
+def score(config: Config, folder: Path, checkpoint: Path, threads: int, say: Say) -> Dict[str, Dict[str, Any]]:
+    """The score of a checkpoint on each subset; each is kept as ``scores/<subset>.json``."""
+    scoring, scores = scoring_of(config), {}
+    (folder / "scores").mkdir(exist_ok=True)
+    for subset in scoring.subsets:
+        kept = folder / "scores" / f"{subset}.json"
+        if not kept.exists():
+            say(f"scoring {subset}")
+            one = bleu if scoring.metric == "bleu" else word_perplexity
+            found = one(config, folder, checkpoint, subset, threads)
+            write_atomically(kept, json.dumps(found, indent=1) + "\n")
+        scores[subset] = json.loads(kept.read_text(encoding="utf-8"))
+    return scores
+
+
+def bleu(config: Config, folder: Path, checkpoint: Path, subset: str, threads: int) -> Dict[str, Any]:
+    """Decode a subset by fairseq-generate, keep the hypotheses, and score them by sacreBLEU."""
+    from powernorm_fairseq.corpora.text import detokenise
+    from powernorm_fairseq.corpora.translation import read_lines, write_lines
+    from powernorm_fairseq.evaluation.bleu import hypotheses_of, sacrebleu_score
+
+    scoring, data, target = scoring_of(config), Path(config["task"]["data"]), config["task"]["target_lang"]
+    references = read_lines(data / scoring.reference.format(subset=subset, target=target))
+    output = _program_output("generate", config, folder, checkpoint, subset, threads)
+    tokenised = hypotheses_of(output, len(references))
+    hypotheses = detokenise(tokenised, target)
+    write_lines(folder / "hypotheses" / f"{subset}.{target}", hypotheses)
+    # A model that has learned nothing may say nothing, which is worth 0 and no reason to stop.
+    return sacrebleu_score(hypotheses, references, scoring.lowercase, allow_empty=True)
+
+
+def word_perplexity(config: Config, folder: Path, checkpoint: Path, subset: str, threads: int) -> Dict[str, Any]:
+    """Score a subset by fairseq-eval-lm."""
+    from powernorm_fairseq.evaluation.perplexity import score_of, token_ids
+
+    scoring = scoring_of(config)
+    output = _program_output("eval-lm", config, folder, checkpoint, subset, threads)
+    window = {
+        "tokens_per_sample": scoring.tokens_per_sample or config["task"].get("tokens_per_sample"),
+        "context_window": config.get("eval_lm", {}).get("context_window", 0),
+        "break_mode": config["task"].get("sample_break_mode", "none"),
+    }
+    return {**score_of(output, len(token_ids(Path(config["task"]["data"]), subset))), **window}
+
+
+def _program_output(name: str, config: Config, folder: Path, checkpoint: Path, subset: str, threads: int) -> str:
+    """What fairseq-<name> prints about a subset; kept in the folder, and read from there the second time."""
+    (folder / "hypotheses").mkdir(exist_ok=True)
+    whole = folder / "hypotheses" / f"{subset}.{name}.txt"
+    if not whole.exists():
+        partial = whole.with_name(whole.name + ".partial")
+        command = [*fairseq_program(name), *scoring_arguments(config, checkpoint, subset)]
+        partial.unlink(missing_ok=True)
+        run_to_end(command, partial, threads=threads)
+        os.replace(partial, whole)
+    return whole.read_text(encoding="utf-8")
+
+
+def in_words(result: Dict[str, Any]) -> str:
+    """The scores of a result in a few words."""
+    unit = {"bleu": "BLEU {:.2f}", "perplexity": "perplexity {:.2f}"}[result["kind"]]
+    return ", ".join(f"{subset} {unit.format(score[result['kind']])}" for subset, score in result["scores"].items())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("config", type=Path, help="the YAML of the run")
+    parser.add_argument("--dir", type=Path, required=True, help="the run's own folder")
+    parser.add_argument("--norm", help="take the config's model with this norm, placed as published")
+    parser.add_argument("--data", type=Path, help="binarised text, instead of the config's task.data")
+    parser.add_argument("--threads", type=int, default=cores(), help="threads for each process (%(default)s)")
+    parser.add_argument("--label", default="", help="what progress lines start with")
+    add_override(parser)
+
+
+def add_override(parser: argparse.ArgumentParser) -> None:
+    """The argument that changes single values of a config."""
+    parser.add_argument(
+        "--set",
+        dest="override",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="group.option=value",
+        help="other values than the config's, such as optimization.max_update=2000",
+    )
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    """The config that the arguments describe."""
+    config = load_config(args.config)
+    if args.norm:
+        config = with_norm(config, args.norm)
+    assignments = list(args.override)
+    if args.data:
+        assignments.append(f"task.data={args.data}")
+    return override(config, assignments)
+
+
+def speaker(label: Optional[str]) -> Say:
+    """Prints whole lines, so that several processes can share a terminal."""
+    prefix = f"{label}: " if label else ""
+
+    def say(words: str) -> None:
+        sys.stdout.write(f"{prefix}{words}\n")
+        sys.stdout.flush()
+
+    return say
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run what the arguments describe."""
+    run(config_of(args), args.dir, norm=args.norm or "", threads=args.threads, say=speaker(args.label))
+    return 0

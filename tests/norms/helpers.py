@@ -1,10 +1,14 @@
 """What the tests of the norms share."""
 
 import numpy as np
+import pytest
 import torch
+
+from powernorm_fairseq.norms import create_norm
 
 NAMES = ["layer", "layer_simple", "detach", "ada", "batch", "power", "power_v", "rms", "scale", "none"]
 RUNNING = ["batch", "power", "power_v"]
+running = pytest.mark.parametrize("name", RUNNING)
 
 
 def close(actual, wanted, tolerance=1e-10):
@@ -77,3 +81,19 @@ class Batches:
         tensor = tensor.detach().numpy()
         assert (tensor[~real] == 0).all()
         return tensor[real]
+
+
+def make(name, dim=6, **options):
+    """A float64 norm with layer scale whose parameters are not ones and zeros."""
+    return with_parameters(create_norm(name, dim, {"groups": 2, **options}).double(), np.random.default_rng(9))
+
+
+def statistics(norm):
+    """Copies of parameters and buffers as they are, without the commit that state_dict() brings about."""
+    return {name: value.detach().clone() for name, value in [*norm.named_parameters(), *norm.named_buffers()]}
+
+
+def some(seed, rows=8, dim=6):
+    """x and dy (rows, dim), always the same for a seed."""
+    rng = np.random.default_rng(seed)
+    return torch.as_tensor(tokens(rng, rows, dim)), torch.as_tensor(rng.standard_normal((rows, dim)) + 0.1)

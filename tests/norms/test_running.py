@@ -2,32 +2,13 @@
 
 import copy
 import math
-import pickle
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from powernorm_fairseq.norms import create_norm, gradient_scale, set_gradient_scale
-from powernorm_fairseq.norms.running import get_gradient_scale, inside_backward
-from tests.norms.helpers import RUNNING, Batches, assert_same_state, close, step, tokens, with_parameters
-
-running = pytest.mark.parametrize("name", RUNNING)
-
-
-def make(name, dim=6, **options):
-    return with_parameters(create_norm(name, dim, {"groups": 2, **options}).double(), np.random.default_rng(9))
-
-
-def statistics(norm):
-    """Copies of parameters and buffers as they are, without the commit that state_dict() brings about."""
-    return {name: value.detach().clone() for name, value in [*norm.named_parameters(), *norm.named_buffers()]}
-
-
-def some(seed, rows=8, dim=6):
-    rng = np.random.default_rng(seed)
-    return torch.as_tensor(tokens(rng, rows, dim)), torch.as_tensor(rng.standard_normal((rows, dim)) + 0.1)
+from powernorm_fairseq.norms.running import inside_backward
+from tests.norms.helpers import Batches, assert_same_state, close, make, running, some, statistics, step
 
 
 @running
@@ -252,149 +233,6 @@ def test_an_update_of_bad_sums_only_is_no_update(name):
 
 
 @running
-def test_eval_commits_and_uses_committed_statistics_only(name):
-    norm, other = make(name), make(name)
-    for one in (norm, other):
-        one.set_num_updates(0)
-        step(one, *some(0))
-    norm.eval()
-    assert norm.updates_tracked == 1
-    x, _ = some(1)
-    y = norm(x)
-    assert torch.equal(norm(x[:3]), y[:3])
-    assert_same_state(other.state_dict(), statistics(norm))
-    assert torch.equal(norm.train().eval()(x), y)
-
-
-@running
-def test_gradients_in_eval_mode_are_exact_and_record_nothing(name):
-    norm = make(name)
-    step(norm, *some(0))
-    norm.eval()
-    before = statistics(norm)
-    assert torch.autograd.gradcheck(norm, some(1, rows=3)[0].requires_grad_())
-    norm.commit()
-    assert_same_state(statistics(norm), before)
-
-
-@running
-@pytest.mark.parametrize("stated", [False, True])
-def test_a_resumed_run_is_the_uninterrupted_run(name, stated):
-    def update(norm, index):
-        if stated:
-            norm.set_num_updates(index)
-        return step(norm, *some(index))
-
-    through = make(name, warmup_updates=5)
-    for index in range(8):
-        update(through, index)
-    first = make(name, warmup_updates=5)
-    for index in range(3):
-        update(first, index)
-    second = make(name, warmup_updates=5)
-    step(second, *some(77))  # pending when the state comes: no part of it
-    second.load_state_dict(first.state_dict())
-    for index in range(3, 8):
-        update(second, index)
-    assert_same_state(second.state_dict(), through.state_dict())
-
-
-@pytest.mark.parametrize("numerics", ["paper", "released"])
-def test_the_warm_up_counts_updates_not_forwards(numerics):
-    norm = make("power", warmup_updates=2, numerics=numerics)
-    by_batch = []
-    for update in range(4):
-        for micro_batch in range(3):
-            norm.set_num_updates(update)
-            x, dy = some(10 * update + micro_batch)
-            y, _ = step(norm, 3 * x, dy)
-            by_batch.append(y)
-        norm.eval()
-        norm(some(0)[0])
-        norm.train()
-    centred = [((y - norm.bias) / norm.weight).square().mean(0).detach() for y in by_batch]
-    divided_by_batch = [torch.allclose(c, torch.ones(6).double(), atol=1e-4) for c in centred]
-    assert divided_by_batch == [True] * 6 + [False] * 6
-
-
-def test_a_warm_up_started_again_averages_anew():
-    """Fine-tuning sets the number of updates back to 0: the old statistics weigh nothing then."""
-    norm = make("power", warmup_updates=3)
-    for update in range(6):
-        norm.set_num_updates(update)
-        step(norm, *some(update))
-    fresh = make("power", warmup_updates=3)
-    for one in (norm, fresh):
-        one.set_num_updates(0)
-        step(one, *some(50))
-        one.set_num_updates(1)
-    close(norm.running_psi_sq, fresh.running_psi_sq)
-
-
-@pytest.mark.parametrize("warmup", [0, 3])
-def test_the_gradient_scale_leaves_no_trace_in_the_statistics(warmup):
-    plain, scaled = make("power", warmup_updates=warmup), make("power", warmup_updates=warmup)
-    for update in range(5):
-        x, dy = some(update)
-        y, dx = step(plain, x, dy)
-        with gradient_scale(128):
-            scaled_y, scaled_dx = step(scaled, x, 128 * dy)
-        close(scaled_y, y, 1e-14)
-        close(scaled_dx / 128, dx, 1e-14)
-    for actual, wanted in zip(scaled.state_dict().values(), plain.state_dict().values()):
-        close(actual, wanted, 1e-14)
-
-
-def test_the_gradient_scale_can_be_set_and_comes_back():
-    set_gradient_scale(4)
-    try:
-        with pytest.raises(KeyError), gradient_scale(2):
-            assert get_gradient_scale() == 2
-            raise KeyError
-        assert get_gradient_scale() == 4
-    finally:
-        set_gradient_scale(1)
-    for bad in (0, -1, math.inf, math.nan):
-        with pytest.raises(ValueError, match="positive and finite"):
-            set_gradient_scale(bad)
-
-
-@running
-@pytest.mark.parametrize("change", [torch.nn.Module.half, torch.nn.Module.bfloat16, lambda n: n.to(torch.bfloat16)])
-def test_statistics_stay_float32_in_low_precision(name, change):
-    norm = create_norm(name, 6)
-    x, dy = some(0)
-    step(norm, x.float(), dy)
-    norm.commit()
-    before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
-    assert change(norm) is norm
-    assert_same_state(dict(norm.named_buffers()), before)
-    assert all(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in norm.parameters())
-    y, dx = step(norm, x.to(norm.weight.dtype), dy)
-    assert y.dtype == dx.dtype == norm.weight.dtype
-    norm.commit()
-    assert all(buffer.dtype == torch.float32 for buffer in norm.buffers())
-    assert norm.updates_tracked == 2
-    assert all(buffer.dtype == torch.float64 for buffer in norm.double().buffers())
-
-
-@running
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda norm: pickle.loads(pickle.dumps(norm))])
-def test_copies_have_the_state_and_nothing_pending(name, copied):
-    norm = make(name)
-    step(norm, *some(0))
-    norm.commit()
-    committed = statistics(norm)
-    norm(some(1)[0]).sum().backward()
-    other = copied(norm)
-    assert_same_state(other.state_dict(), committed)
-    norm.commit()
-    assert norm.updates_tracked == 2 and other.updates_tracked == 1
-    step(other, *some(2))
-    assert other.state_dict()["updates_tracked"] == 2 and norm.updates_tracked == 2
-
-
-@running
 @pytest.mark.parametrize("warmup", [0, 5])
 def test_batches_without_a_token_are_no_update(name, warmup):
     norm = make(name, warmup_updates=warmup)
@@ -407,12 +245,6 @@ def test_batches_without_a_token_are_no_update(name, warmup):
     y, dx = step(norm, torch.zeros(0, 3, 6).double(), torch.zeros(0, 3, 6), torch.zeros(3, 0, dtype=torch.bool))
     assert y.shape == dx.shape == (0, 3, 6)
     assert_same_state(norm.state_dict(), fresh)
-
-
-@running
-def test_all_buffers_are_floating_point(name):
-    """Scripts that average checkpoints, and moving averages of models, multiply and divide every buffer."""
-    assert all(buffer.is_floating_point() for buffer in make(name).state_dict().values())
 
 
 @running

@@ -13,7 +13,7 @@ from typing import Any, Iterator, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-BLOCK_ELEMENTS = 1 << 17  # per thread: 512 KiB of float32; smaller blocks cost more in calls than they save
+BLOCK_ELEMENTS = 1 << 16  # per thread: 256 KiB of float32; smaller blocks cost more in calls than they save
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

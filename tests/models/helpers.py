@@ -51,6 +51,8 @@ def composed(task: str, scheduler: str, overrides: Tuple[str, ...]) -> Any:
             ],
         )
     OmegaConf.set_struct(cfg, False)
+    if OmegaConf.is_missing(cfg, "model"):
+        cfg.model = None
     add_defaults(cfg)
     return OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
 

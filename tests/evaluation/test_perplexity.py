@@ -1,5 +1,6 @@
 """Perplexity against the log-probabilities of the model itself, and the unigram floor against counting."""
 
+import logging
 import math
 from collections import Counter
 
@@ -7,9 +8,10 @@ import pytest
 import torch
 
 from powernorm_fairseq.evaluation.perplexity import perplexity, score_of, token_ids, unigram
+from powernorm_fairseq.experiment import run
 from powernorm_fairseq.experiment.floor import save_untrained
-from powernorm_fairseq.experiment.run import placed, word_perplexity
 from powernorm_fairseq.processes import UserError
+from tests.commands import in_this_process
 
 LINES = (
     "INFO:fairseq_cli.eval_lm:0 the [-1.500000]\tstate[-1] [-2.000000]\t</s> [-0.250000]\n"
@@ -42,14 +44,34 @@ def test_a_diverged_model_is_infinitely_perplexed():
     assert perplexity(1e6, 10) == math.inf
 
 
+@pytest.fixture
+def programs_here(monkeypatch):
+    """fairseq-eval-lm in this process, which saves its start; tests/experiment has the real one."""
+
+    def here(command, log, **options):
+        logger = logging.getLogger("fairseq_cli.eval_lm")
+        handler = logging.FileHandler(log)
+        handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(name)s | %(message)s"))
+        logger.addHandler(handler)
+        monkeypatch.setattr(logger, "level", logging.INFO)
+        try:
+            in_this_process("fairseq-eval-lm", *command[1:])
+        finally:
+            logger.removeHandler(handler)
+            handler.close()
+
+    monkeypatch.setattr(run, "run_to_end", here)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs_here")
 @pytest.mark.parametrize("model, context", [("transformer_lm_norm_tiny", 0), ("transformer_lm_pn_tiny", 24)])
 def test_the_same_as_from_the_models_own_log_probabilities(model, context, language_model_data, tmp_path):
     """Each token once, from its window: the context before it and what its own block holds so far."""
     from fairseq import checkpoint_utils
 
     window = 64
-    config = placed(
+    config = run.placed(
         {
             "common": {"cpu": True, "seed": 3},
             "task": {
@@ -69,7 +91,7 @@ def test_the_same_as_from_the_models_own_log_probabilities(model, context, langu
         tmp_path,
     )
     save_untrained(config, tmp_path / "model.pt")
-    score = word_perplexity(config, tmp_path, tmp_path / "model.pt", "test", threads=1)
+    score = run.word_perplexity(config, tmp_path, tmp_path / "model.pt", "test", threads=1)
 
     (network,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "model.pt")])
     network.eval()

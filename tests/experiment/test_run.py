@@ -1,0 +1,138 @@
+"""Real runs of a few updates: both entry points, interruption, failure."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from powernorm_fairseq.checkpoints.average import load_checkpoint
+from powernorm_fairseq.experiment import record, run
+from powernorm_fairseq.experiment.config import dump, load_config, override, train_arguments, with_norm
+from powernorm_fairseq.processes import PACKAGE, UserError, differences, environment, own_program
+from tests.commands import ROOT, checked, in_this_process
+
+MT, LM = ROOT / "configs" / "mt" / "sample.yaml", ROOT / "configs" / "lm" / "sample.yaml"
+FEW = ["optimization.max_update=3", "checkpoint.save_interval_updates=1", "common.log_interval=1"]
+
+# Groups that are no part of training.
+APART = ("generation", "eval_lm", "scoring", "hydra", "job_logging_cfg", "_name")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path, norm", [(MT, "power"), (LM, "batch")], ids=["mt", "lm"])
+def test_a_shipped_config_trains_the_same_through_both_entry_points(path, norm, request, tmp_path):
+    data = request.getfixturevalue("translation_data" if path is MT else "language_model_data")
+    config = override(with_norm(load_config(path), norm), [*FEW, f"task.data={data}", f"common.user_dir={PACKAGE}"])
+    by_command = override(config, [f"checkpoint.save_dir={tmp_path / 'command'}"])
+    in_this_process("fairseq-train", *train_arguments(by_command))
+    by_hydra = override(config, [f"checkpoint.save_dir={tmp_path / 'hydra'}"])
+    dump(by_hydra, tmp_path / "experiment.yaml")
+    checked("fairseq-hydra-train", "--config-dir", tmp_path, "--config-name", "experiment", cwd=tmp_path)
+
+    one, other = (load_checkpoint(tmp_path / name / "checkpoint_last.pt") for name in ("command", "hydra"))
+    configs = [
+        {group: values for group, values in state["cfg"].items() if group not in APART} for state in (one, other)
+    ]
+    for each in configs:
+        each["checkpoint"].pop("save_dir")
+    # A list on the command line and in a YAML are one and the same.
+    assert differences(*(json.loads(json.dumps(each)) for each in configs)) == []
+    assert one["optimizer_history"][-1]["num_updates"] == other["optimizer_history"][-1]["num_updates"] == 3
+    assert set(one["model"]) == set(other["model"])
+    for key, value in one["model"].items():
+        assert torch.equal(value, other["model"][key]), key
+
+
+@pytest.fixture
+def small(language_model_data):
+    """A PowerNorm language model that takes some seconds to train and one to score."""
+    assignments = [
+        "optimization.max_update=120", "checkpoint.save_interval_updates=20", "common.log_interval=10",
+        "dataset.batch_size=4", "task.tokens_per_sample=32", "scoring.tokens_per_sample=32", "eval_lm.context_window=8",
+        "scoring.subsets=[test]", "lr_scheduler.warmup_updates=30", f"task.data={language_model_data}",
+    ]  # fmt: skip
+    return override(with_norm(load_config(LM), "power"), assignments)
+
+
+@pytest.mark.slow
+def test_killed_and_started_again_is_the_run_that_was_never_interrupted(small, tmp_path):
+    folder = tmp_path / "run"
+    dump(small, tmp_path / "small.yaml")
+    command = own_program("run", tmp_path / "small.yaml", "--dir", folder, "--threads", 1)
+    process = subprocess.Popen(command, env=environment(1), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 150
+        while not (folder / "checkpoints" / "checkpoint_last.pt").exists():
+            assert process.poll() is None and time.monotonic() < deadline, process.stdout.read().decode()
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    assert not (folder / "trained.json").exists()
+    assert record.read(folder) is None
+
+    said = []
+    result = run.run(small, folder, norm="power", threads=1, say=said.append)
+    assert "training goes on" in said
+    assert result["training"]["updates"] == 120
+    assert 1 < result["scores"]["test"]["perplexity"] < math.inf
+    assert {"seed", "versions", "hardware", "command", "git_commit", "config"} <= set(result)
+
+    whole = run.placed(small, tmp_path / "whole")
+    in_this_process("fairseq-train", *train_arguments(whole))
+    continued, uninterrupted = (
+        load_checkpoint(path / "checkpoints" / "checkpoint_last.pt")["model"] for path in (folder, tmp_path / "whole")
+    )
+    for key, value in uninterrupted.items():
+        assert torch.equal(value, continued[key]), key
+
+    # Again: nothing is done twice.
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.pt")}
+    assert run.run(small, folder, norm="power", threads=1, say=said.append) == result
+    assert said[-1] == "finished before"
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*.pt")}
+
+
+def test_a_failing_program_shows_the_end_of_its_log(small, tmp_path, monkeypatch):
+    failing = [sys.executable, "-c", "print('what went wrong'); raise SystemExit(3)"]
+    monkeypatch.setattr(run, "fairseq_program", lambda name: failing)
+    with pytest.raises(UserError) as error:
+        run.run(small, tmp_path / "run", say=lambda words: None)
+    assert "fairseq-train ended with code 3" in str(error.value) and "what went wrong" in str(error.value)
+    assert record.read(tmp_path / "run") is None and not (tmp_path / "run" / "trained.json").exists()
+
+
+def test_half_an_output_is_not_scored(small, tmp_path, monkeypatch):
+    """A decoder that is killed leaves its output under another name; the next start decodes again."""
+    folder, whole = tmp_path / "run", "H-0\t-1\tx\n"
+    (folder / "hypotheses").mkdir(parents=True)
+    (folder / "hypotheses" / "test.generate.txt.partial").write_text("H-0\t-1")
+    monkeypatch.setattr(run, "fairseq_program", lambda name: [sys.executable, "-c", f"print({whole!r}, end='')"])
+    config = override(load_config(MT), [f"task.data={small['task']['data']}"])
+    output = run._program_output("generate", config, folder, tmp_path / "c.pt", "test", 1)
+    assert output.endswith(whole) and output.count("H-0\t-1\tx") <= 2 and "H-0\t-1$" not in output
+    monkeypatch.setattr(run, "fairseq_program", lambda name: pytest.fail("decoded twice"))
+    assert run._program_output("generate", config, folder, tmp_path / "c.pt", "test", 1) == output
+
+
+def test_the_record_names_the_circumstances(tmp_path):
+    written = record.write(tmp_path, {"kind": "bleu"}, threads=1)
+    assert written == record.read(tmp_path)
+    assert set(written["versions"]) >= {"python", "torch", "fairseq", "sacrebleu", "powernorm_fairseq"}
+    assert written["hardware"]["threads"] == 1 and written["hardware"]["cores"] >= 1
+    assert written["git_commit"] is None or len(written["git_commit"].rstrip("+")) == 40
+
+
+def test_results_are_found_by_folder_and_half_ones_are_not(tmp_path):
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text(json.dumps({"norm": name}))
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "result.json").write_text('{"norm": ')
+    assert [result["norm"] for result in record.read_all(tmp_path)] == ["a", "b"]

@@ -35,6 +35,9 @@ find_python() {
 }
 
 create() {
+  if [ -n "$(ls -A "$venv" 2>/dev/null)" ] && [ ! -e "$venv/pyvenv.cfg" ]; then
+    fail "$venv is no virtual environment; nothing in it was changed"
+  fi
   find_python
   say "creating ${venv#"$PWD/"} with $("$python" --version 2>&1) ($(command -v "$python"))"
   rm -rf "$venv"

@@ -84,7 +84,7 @@ class NormOptions(FairseqDataclass):
         "(default: the warm-up updates of the learning-rate scheduler, 0 if it has none)",
     )
     norm_numerics: Optional[str] = option(
-        None, "power, ada: paper (default) or released, the arithmetic of the authors' code"
+        None, "power, ada, layer_simple, detach: paper (default) or released, the arithmetic of the authors' code"
     )
     norm_momentum: Optional[float] = option(
         None, "batch: weight of the new batch in the running statistics (default: 0.1)"

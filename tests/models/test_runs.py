@@ -171,7 +171,8 @@ def test_fairseq_hydra_train_is_fairseq_train(task, translation_data, language_m
     assert list(states[0]) == list(states[1])
     assert any("running" in key for key in states[0])
     for key in states[0]:
-        assert torch.equal(states[0][key], states[1][key]), key
+        if not key.endswith("_float_tensor"):  # never filled; fairseq 0.12.2 keeps a device in it
+            assert torch.equal(states[0][key], states[1][key]), key
 
 
 def load(path):

@@ -109,6 +109,7 @@ class TestN2LastBatch:
             == []
         )
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("count", [100, 5])
     def test_a_hypothesis_for_every_sentence(self, checkpoint, translation_data, tmp_path, count):
         for language in ("de", "en"):
@@ -235,6 +236,7 @@ def two_workers(*arguments: object, timeout: float = 150) -> str:
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--bf16", "--fp16"])
 def test_n9_half_precision_trains_on_the_cpu(translation_data, tmp_path, flag):
     if flag == "--fp16" and compat._numbers(torch.__version__) < (2, 1):

@@ -246,7 +246,8 @@ def _n8_ddp_on_cpu() -> None:
 
 
 def _n9_half_precision_without_gpu() -> None:
-    """--bf16 means a TPU to fairseq's option parser, and --fp16 flattens its gradients on a GPU."""
+    """--bf16 means a TPU to fairseq's option parser; --fp16 flattens gradients and notes overflows on a GPU."""
+    import torch
     from fairseq import options
     from fairseq.trainer import Trainer
 
@@ -263,9 +264,19 @@ def _n9_half_precision_without_gpu() -> None:
             self.cfg.common.fp16_no_flatten_grads = True
         original(self)
 
+    def train_step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+        to_gpu = torch.Tensor.cuda
+        torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign]
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            torch.Tensor.cuda = to_gpu  # type: ignore[method-assign]
+
     if find_spec("torch_xla") is None:
         _wrap(options, "parse_args_and_arch", parse)
     _wrap(Trainer, "_build_optimizer", build_optimizer)
+    if not torch.cuda.is_available():
+        _wrap(Trainer, "train_step", train_step)
 
 
 def _n10_refuse_lonely_workers() -> None:

@@ -15,7 +15,11 @@ PLUGIN = ROOT / "powernorm_fairseq"
 
 
 def in_fresh_process(
-    program: str, *args: object, cwd: Optional[Path] = None, env: Optional[Mapping[str, str]] = None, timeout: float = 180
+    program: str,
+    *args: object,
+    cwd: Optional[Path] = None,
+    env: Optional[Mapping[str, str]] = None,
+    timeout: float = 180,
 ) -> "subprocess.CompletedProcess[str]":
     """Run ``program`` (``fairseq-train``, ...) of this environment; never raises on a bad exit code."""
     command = [str(Path(sys.executable).parent / program), *map(str, args)]

@@ -247,6 +247,16 @@ def test_n9_half_precision_trains_on_the_cpu(translation_data, tmp_path, flag):
     assert updates_of(tmp_path / "checkpoint_last.pt") == 3
 
 
+@pytest.mark.skipif(compat._numbers(torch.__version__) < (2, 1), reason="no half-precision matrices on the CPU")
+def test_n9_half_precision_survives_overflows_on_the_cpu(translation_data, tmp_path, caplog):
+    cuda = torch.Tensor.cuda
+    with caplog.at_level("INFO"):
+        in_this_process("fairseq-train", *training(translation_data, tmp_path, 1), "--fp16", "--fp16-init-scale", 2**20)
+    assert "gradient overflow detected" in caplog.text
+    assert updates_of(tmp_path / "checkpoint_last.pt") == 1
+    assert torch.Tensor.cuda is cuda
+
+
 @pytest.mark.parametrize(("flags", "tpu"), [(["--bf16"], False), (["--tpu", "--bf16"], True), (["--tpu"], True)])
 def test_n9_only_tpu_means_tpu(flags, tpu):
     assert config("DATA", "--arch", "transformer", *flags).common.tpu == tpu

@@ -115,7 +115,7 @@ class Placement:
 
     def _refuse_options_without_effect(self, settings: Namespace) -> None:
         explicit = list(self.options)
-        if settings.norm_warmup_updates:
+        if settings.norm_warmup_updates is not None:
             explicit.append("warmup_updates")
         taken = set().union(*(accepted_options(name) for name in self.names.values()))
         for option in explicit:
@@ -125,7 +125,9 @@ class Placement:
                 raise ValueError(
                     f"{flag_of('norm_' + option)} has no effect: {takers} take it, and the model has {placed}"
                 )
-        if getattr(settings, "norm_warmup_updates_final", None) and (
+        if settings.norm_cumulative and settings.norm_momentum is not None:
+            raise ValueError("--norm-cumulative weighs all updates the same, so --norm-momentum has no effect with it")
+        if getattr(settings, "norm_warmup_updates_final", None) is not None and (
             "warmup_updates" not in accepted_options(self.names.get("encoder_final", "none"))
         ):
             raise ValueError(

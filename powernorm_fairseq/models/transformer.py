@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from powernorm_fairseq.models.config import add_flags, flat_settings, run_setting, run_warmup_updates
 from powernorm_fairseq.models.layers import NormDecoderLayer, NormEncoderLayer, initialise, token_scope, wrapped
 from powernorm_fairseq.models.placement import Placement, batch_first
+from powernorm_fairseq.norms import NORMS, RunningNorm
 from powernorm_fairseq.norms.base import Norm
 
 logger = logging.getLogger(__name__)
@@ -65,12 +66,29 @@ class NormDecoder(TransformerDecoderBase):
             return super().extract_features(prev_output_tokens, encoder_out, incremental_state, *args, **kwargs)
 
 
+def refuse_shared_widths(settings: Namespace, shared: bool) -> None:
+    """ValueError where the output layer is asked to share a matrix of another width with the embeddings."""
+    if shared and settings.decoder_input_dim != settings.decoder_output_dim:
+        raise ValueError(
+            f"shared embeddings need one width: --decoder-input-dim {settings.decoder_input_dim}, "
+            f"--decoder-output-dim {settings.decoder_output_dim}; or --no-share-decoder-input-output-embed "
+            "(translation: also --no-share-all-embeddings)"
+        )
+
+
 def placed(cfg: Any, settings: Namespace, published: Mapping[str, str]) -> Placement:
     """The placement that a model's config asks for; logged, since it decides what is being measured."""
     if hasattr(settings, "norm"):
         published = {stack: settings.norm for stack in published}
     placement = Placement(settings, published, run_warmup_updates(cfg))
     logger.info("norms: " + placement.describe())
+    running = sorted({name for name in placement.names.values() if issubclass(NORMS[name], RunningNorm)})
+    workers = run_setting(cfg, "distributed_training", "distributed_world_size") or 1
+    if running and workers > 1:
+        logger.warning(
+            f"{', '.join(running)}: running statistics are not shared between workers yet; each of the {workers} "
+            "workers keeps its own, and checkpoints hold those of the first"
+        )
     return placement
 
 
@@ -97,6 +115,7 @@ class NormTransformer(TransformerModelBase):
         for name in ("max_source_positions", "max_target_positions"):
             if getattr(settings, name) is None:
                 setattr(settings, name, run_setting(cfg, "task", name) or DEFAULT_MAX_POSITIONS)
+        refuse_shared_widths(settings, settings.share_all_embeddings or settings.share_decoder_input_output_embed)
         nested = TransformerConfig.from_namespace(settings)
         nested.placement = placed(cfg, settings, cls.published)
         model = super().build_model(nested, task)

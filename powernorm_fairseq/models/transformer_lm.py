@@ -11,7 +11,7 @@ from torch import nn
 
 from powernorm_fairseq.models.config import add_flags, flat_settings, run_setting
 from powernorm_fairseq.models.layers import initialise
-from powernorm_fairseq.models.transformer import DEFAULT_MAX_POSITIONS, NormDecoder, placed
+from powernorm_fairseq.models.transformer import DEFAULT_MAX_POSITIONS, NormDecoder, placed, refuse_shared_widths
 
 
 class NormLanguageModel(FairseqLanguageModel):
@@ -42,6 +42,13 @@ class NormLanguageModel(FairseqLanguageModel):
         if settings.decoder_layers_to_keep:
             settings.decoder_layers = len(settings.decoder_layers_to_keep.split(","))
         settings.no_cross_attention = True
+        shared = settings.share_decoder_input_output_embed
+        if shared and settings.adaptive_input:
+            raise ValueError(
+                "--adaptive-input has a matrix per band, which the output layer cannot share: add "
+                "--no-share-decoder-input-output-embed, and --tie-adaptive-weights to tie the bands"
+            )
+        refuse_shared_widths(settings, shared)
         refuse_untied_bands(settings)
         nested = TransformerConfig.from_namespace(settings)
         nested.placement = placed(cfg, settings, cls.published)

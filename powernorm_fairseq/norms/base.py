@@ -49,8 +49,9 @@ class Norm(nn.Module):
         super().__init__()
         if dim < 1:
             raise ValueError(f"dim must be at least 1, not {dim}")
-        if not eps >= 0:
-            raise ValueError(f"eps must be zero or positive, not {eps}")
+        # With eps = 0 a token of zeros, which padding is made to be, would be divided by zero.
+        if not 0 < eps < float("inf"):
+            raise ValueError(f"eps must be positive and finite, not {eps}")
         self.dim = dim
         self.eps = eps
 

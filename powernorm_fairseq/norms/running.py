@@ -161,7 +161,8 @@ class RunningNorm(Norm):
         self.absorb(count, sums)
         self.updates_tracked += (count > 0).to(self.updates_tracked.dtype)
         self.updates_skipped += (dropped > 0).to(self.updates_skipped.dtype)
-        self._own_updates += 1
+        if self._stated_updates is None:
+            self._own_updates = int(self.updates_tracked)
 
     def discard_pending(self) -> None:
         """Forgets what was gathered since the last commit: the update failed and will be tried again."""
@@ -180,6 +181,14 @@ class RunningNorm(Norm):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.discard_pending()
         super()._load_from_state_dict(*args, **kwargs)
+        for (
+            name,
+            buffer,
+        ) in self._buffers.items():  # `load_state_dict(assign=True)` takes half-precision ones as they are
+            if buffer is not None and buffer.dtype in (torch.float16, torch.bfloat16):
+                self._buffers[name] = buffer.float()
+        # What a trainer said belongs to the state that is gone; fairseq says it again before the next forward.
+        self._stated_updates = None
         if not self.updates_tracked.is_meta:
             self._own_updates = int(self.updates_tracked)
 

@@ -127,7 +127,12 @@ def test_groups_are_the_attention_heads_of_the_stack():
         ("transformer_pn_tiny", {"norm_momentum": 0.1}, "--norm-momentum has no effect: batch take"),
         ("transformer_adanorm_tiny", {"norm_affine": False}, "--norm-affine has no effect"),
         ("transformer_norm_tiny", {"norm_warmup_updates": 5}, "--norm-warmup-updates has no effect"),
+        ("transformer_norm_tiny", {"norm_warmup_updates": 0}, "--norm-warmup-updates has no effect"),
         ("transformer_pn_tiny", {"norm_warmup_updates_final": 5, **POST}, "--norm-warmup-updates-final has no effect"),
+        ("transformer_pn_tiny", {"norm_warmup_updates_final": 0, **POST}, "--norm-warmup-updates-final has no effect"),
+        ("transformer_bn_tiny", {"norm_cumulative": True, "norm_momentum": 0.3}, "--norm-momentum has no effect"),
+        ("transformer_pn_tiny", {"decoder_output_dim": 64}, "need one width: --decoder-input-dim 128, .* 64"),
+        ("transformer_lm_pn_tiny", {"adaptive_input": True}, "--no-share-decoder-input-output-embed"),
         ("transformer_pn_tiny", {"norm_alpha_fwd": 1.0}, "alpha_fwd must be at least 0 and less than 1"),
         ("transformer_pn_tiny", {"norm_warmup_updates": -1}, "must not be negative"),
         ("transformer_pn_tiny", {"norm_numerics": "exact"}, "numerics must be one of paper, released"),
@@ -139,6 +144,17 @@ def test_groups_are_the_attention_heads_of_the_stack():
 def test_refused(name, fields, message):
     with pytest.raises(ValueError, match=message):
         build(hydra(name, **fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "warned"),
+    [("transformer_pn_tiny", 2, True), ("transformer_pn_tiny", 1, False), ("transformer_adanorm_tiny", 2, False)],
+)
+def test_statistics_of_several_workers_are_warned_about(name, workers, warned, caplog):
+    cfg = hydra(name)
+    cfg.distributed_training.distributed_world_size = workers
+    build(cfg)
+    assert ("running statistics are not shared" in caplog.text) == warned
 
 
 def test_a_placement_may_not_be_named_by_norm_alone():

@@ -145,6 +145,30 @@ distributed_training: {{distributed_world_size: 1}}
 """
 
 
+@pytest.mark.parametrize("order", ["pre", "post"])
+@pytest.mark.parametrize("task", ["translation", "language_modeling"])
+def test_a_resumed_run_is_the_uninterrupted_one(task, order, translation_data, language_model_data, tmp_path):
+    """Stopped in the middle of an epoch and of the warm-up: the same parameters, statistics and optimiser, bitwise."""
+    data = translation_data if task == "translation" else language_model_data
+    flags = ["--norm", "power", "--norm-warmup-updates", 3] + (POST[task] if order == "post" else [])
+    states = []
+    for folder, stops in (("whole", [5]), ("stopped", [2, 5])):
+        for stop in stops:
+            in_this_process(
+                "fairseq-train", *train_flags(data, task, tmp_path / folder, *flags, "--max-update", stop),
+                "--max-tokens", 500, "--save-interval-updates", 2,
+            )  # fmt: skip
+        states.append(torch.load(tmp_path / folder / "checkpoint_last.pt"))
+    whole, stopped = states
+    assert whole["optimizer_history"][-1]["num_updates"] == 5
+    assert any(key.endswith("running_nu") and value.abs().sum() > 0 for key, value in whole["model"].items())
+    for key, value in whole["model"].items():
+        assert torch.equal(value, stopped["model"][key]), key
+    for number, moments in whole["last_optimizer_state"]["state"].items():
+        other = stopped["last_optimizer_state"]["state"][number]
+        assert all(torch.equal(torch.as_tensor(moments[key]), torch.as_tensor(other[key])) for key in moments)
+
+
 @pytest.mark.parametrize("task", ["translation", "language_modeling"])
 def test_fairseq_hydra_train_is_fairseq_train(task, translation_data, language_model_data, tmp_path):
     """Real processes: the same YAML fields and flags give bitwise the same model after three updates."""

@@ -127,6 +127,12 @@ def test_a_second_derivative_is_refused_rather_than_wrong(name):
         dx.sum().backward()
 
 
+@pytest.mark.parametrize("eps", [0.0, -1e-5, float("inf"), float("nan")])
+def test_eps_must_be_positive_and_finite(eps):
+    with pytest.raises(ValueError, match="eps must be positive and finite"):
+        create_norm("power", 4, {"eps": eps})
+
+
 @every
 def test_repr_names_the_class_and_its_channels(name):
     norm = create_norm(name, 12, {"groups": 3})

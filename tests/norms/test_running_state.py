@@ -159,3 +159,37 @@ def test_copies_have_the_state_and_nothing_pending(name, copied):
 def test_all_buffers_are_floating_point(name):
     """Scripts that average checkpoints, and moving averages of models, multiply and divide every buffer."""
     assert all(buffer.is_floating_point() for buffer in make(name).state_dict().values())
+
+
+def test_own_count_of_updates_leaves_out_what_counted_nothing():
+    norm = create_norm("power", 4, {"groups": 2, "warmup_updates": 3})
+    for number in range(3):
+        x, dy = some(number, rows=5)
+        step(norm, x[:, :4].float(), torch.zeros_like(dy[:, :4]).float())
+    norm.commit()
+    assert norm.num_updates == 0
+    other = create_norm("power", 4, {"groups": 2, "warmup_updates": 3})
+    other.load_state_dict(norm.state_dict())
+    assert other.num_updates == norm.num_updates
+
+
+@running
+def test_a_loaded_state_forgets_what_a_trainer_had_said(name):
+    fresh = copy.deepcopy(make(name).state_dict())
+    norm = make(name)
+    norm.set_num_updates(7)
+    step(norm, *some(0))
+    norm.load_state_dict(fresh)
+    for number in range(3):
+        step(norm, *some(number))
+    norm.commit()
+    assert norm.num_updates == norm.updates_tracked == 3
+
+
+@pytest.mark.skipif("assign" not in torch.nn.Module.load_state_dict.__code__.co_varnames, reason="needs torch 2.1")
+@running
+def test_statistics_stay_float32_when_half_ones_are_assigned(name):
+    norm = make(name).float()
+    half = {key: value.half() for key, value in norm.state_dict().items()}
+    norm.load_state_dict(half, assign=True)
+    assert all(buffer.dtype == torch.float32 for buffer in norm.buffers())

@@ -6,10 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import IO, Any, Dict, List, Mapping, Sequence
 
 PACKAGE = Path(__file__).resolve().parent
+
+
+# Seconds to wait for a locked folder: the children of a process that was just killed need a moment to end.
+PATIENCE = 5.0
 
 
 class UserError(Exception):
@@ -136,11 +141,16 @@ def hold(folder: Path) -> "IO[str]":
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = open(folder / ".lock", "w")  # noqa: SIM115 - it is held until the caller closes it
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise UserError(f"another process is at work in {folder}; wait for it or end it") from None
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                lock.close()
+                raise UserError(f"another process is at work in {folder}; wait for it or end it") from None
+            time.sleep(0.1)
     os.set_inheritable(lock.fileno(), True)
     return lock
 

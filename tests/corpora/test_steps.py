@@ -11,6 +11,11 @@ from powernorm_fairseq.corpora.steps import STAMP, Preparation, digest_of_files,
 from powernorm_fairseq.processes import PACKAGE, UserError, hold
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr("powernorm_fairseq.processes.PATIENCE", 0.0)
+
+
 @pytest.fixture
 def preparation(tmp_path):
     return Preparation(tmp_path / "corpus", say=lambda words: None)

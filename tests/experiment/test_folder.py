@@ -11,6 +11,11 @@ from powernorm_fairseq.processes import UserError
 from tests.commands import ROOT
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr("powernorm_fairseq.processes.PATIENCE", 0.0)
+
+
 @pytest.fixture
 def config(tmp_path):
     (tmp_path / "data").mkdir()

@@ -23,7 +23,7 @@ demo: venv
 	$(BIN)/powernorm_fairseq demo $(if $(NORMS),--norms $(NORMS)) $(ARGS)
 
 test: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: venv
 	$(BIN)/ruff format --check .

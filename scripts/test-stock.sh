@@ -33,4 +33,4 @@ PYTHON=$python scripts/setup-venv.sh "$venv"
 import fairseq, sys, torch
 print("stock: Python", sys.version.split()[0], "fairseq", fairseq.__version__, "torch", torch.__version__)
 ' 2>/dev/null
-OMP_NUM_THREADS=1 exec "$venv/bin/python" -m pytest -n "${WORKERS:-2}" "$@"
+OMP_NUM_THREADS=1 exec "$venv/bin/python" -m pytest -n "${WORKERS:-2}" --dist worksteal "$@"

@@ -37,6 +37,8 @@ def test_every_value_of_a_shipped_config_reaches_the_command_line(path):
         for option, value in config[group].items():
             name = {"_name": "arch" if group == "model" else group}.get(option, option)
             said = namespace[name]
+            if said in ("True", "False"):  # fairseq reads options whose default is another option as text at first
+                said = said == "True"
             assert (list(said) if isinstance(value, list) else said) == value, (group, option)
 
 

@@ -39,6 +39,7 @@ class Job:
     config: Optional[Config] = None
     process: Optional["subprocess.Popen[bytes]"] = field(default=None, repr=False)
     started: float = 0.0
+    seconds: float = 0.0
     # None: waiting or running; 0: done; else: failed, or not tried since what it needs failed.
     code: Optional[int] = None
 
@@ -81,6 +82,7 @@ def work(jobs: List[Job], slots: int, threads: int, say: Say) -> None:
             for job in running:
                 assert job.process is not None
                 job.code = job.process.poll()
+                job.seconds = time.monotonic() - job.started
                 if job.code:
                     say(f"{job.name} failed; the others go on")
             for job in jobs:
@@ -125,17 +127,15 @@ def _start(job: Job, threads: int, say: Say) -> None:
 
 def overview(jobs: List[Job], slots: int, elapsed: float) -> str:
     """How far the whole is, and about how long it will still take."""
-    now = time.monotonic()
-    tried = [job for job in jobs if job.process is not None]
-    open_jobs = [job for job in jobs if job.code is None]
-    left = sum(max(0.0, USUAL_SECONDS[job.kind] - (now - job.started if job.process else 0.0)) for job in open_jobs)
-    usual = sum(USUAL_SECONDS[job.kind] for job in tried if job.code == 0)
+    measured = [job for job in jobs if job.code == 0 and job.kind in TASKS and job.seconds]
+    usual = sum(USUAL_SECONDS[job.kind] for job in measured)
     # This machine's pace, as soon as a training has shown it.
-    pace = elapsed * slots / usual if any(job.code == 0 and job.kind in TASKS for job in tried) else 1.0
-    busy = ", ".join(job.name for job in tried if job.code is None)
+    pace = sum(job.seconds for job in measured) / usual if measured else 1.0
+    left = sum(max(0.0, USUAL_SECONDS[job.kind] * pace - job.seconds) for job in jobs if job.code is None)
+    busy = ", ".join(job.name for job in jobs if job.process is not None and job.code is None)
     return (
         f"{sum(job.code is not None for job in jobs)} of {len(jobs)} jobs done, at work on {busy or 'nothing'}; "
-        f"{clock(elapsed)} gone, about {clock(left * min(pace, 4.0) / slots)} left"
+        f"{clock(elapsed)} gone, about {clock(left / slots)} left"
     )
 
 

@@ -50,11 +50,13 @@ def test_an_interrupt_ends_the_children(tmp_path):
 
 
 def test_the_overview_guesses_from_what_was_measured():
+    """Three trainings of usually 280 s; the first took half of that, and the second has been at work for 40 s."""
     jobs = [job("a", ""), job("b", ""), job("c", "")]
-    assert overview(jobs, 1, 0).startswith("0 of 3 jobs done, at work on nothing; 0:00 gone, about 14:00 left")
-    jobs[0].code, jobs[0].process = 0, object()
-    assert "560" not in overview(jobs, 1, 140)
-    assert overview(jobs, 1, 140).startswith("1 of 3 jobs done, at work on nothing; 2:20 gone, about 4:40 left")
+    assert overview(jobs, 1, 0) == "0 of 3 jobs done, at work on nothing; 0:00 gone, about 14:00 left"
+    assert overview(jobs, 2, 0).endswith("about 7:00 left")
+    jobs[0].code, jobs[0].seconds = 0, 140.0
+    jobs[1].process, jobs[1].seconds = object(), 40.0
+    assert overview(jobs, 1, 180) == "1 of 3 jobs done, at work on b; 3:00 gone, about 4:00 left"
 
 
 def test_wrong_names_and_folders(tmp_path, capsys):

@@ -23,10 +23,8 @@ COMMANDS = {
 }
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 failed, 130 interrupted."""
-    # fairseq's imports set the root logger to DEBUG or INFO; its programs, which are processes of their own, keep that.
-    logging.getLogger().setLevel(logging.WARNING)
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; its namespaces hold ``command`` and, to be called with them, ``main``."""
     parser = argparse.ArgumentParser(prog="powernorm_fairseq", description="Normalization layers for fairseq.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -35,7 +33,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         described = commands.add_parser(name, help=summary, description=f"{command.__doc__}")
         command.add_arguments(described)
         described.set_defaults(main=command.main)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run one command; returns the exit code: 0 done, 1 failed, 130 interrupted."""
+    # fairseq's imports set the root logger to DEBUG or INFO; its programs, which are processes of their own, keep that.
+    logging.getLogger().setLevel(logging.WARNING)
+    args = build_parser().parse_args(argv)
     try:
         return args.main(args)
     except UserError as error:

@@ -28,8 +28,12 @@ def fairseq_program(name: str) -> List[str]:
 
 
 def own_program(*args: object) -> List[str]:
-    """``python -m powernorm_fairseq ...`` with the running Python."""
-    return [sys.executable, "-m", "powernorm_fairseq", *map(str, args)]
+    """A command line of this very package with the running Python."""
+    script, here = Path(sys.executable).with_name(PACKAGE.name), Path.cwd() / PACKAGE.name
+    # `python -m` looks into the current folder first, which may be a checkout of another state than what is installed.
+    elsewhere = here.is_dir() and here.resolve() != PACKAGE
+    start = [str(script)] if elsewhere and script.exists() else [sys.executable, "-m", PACKAGE.name]
+    return [*start, *map(str, args)]
 
 
 def cores() -> int:

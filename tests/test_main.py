@@ -57,6 +57,21 @@ def test_differences_are_found_at_every_depth():
     assert processes.differences(old, old) == []
 
 
+def test_a_child_runs_the_package_that_started_it(tmp_path, monkeypatch):
+    """An installed package started in a checkout must not go on with the checkout's files."""
+    script = tmp_path / "bin" / processes.PACKAGE.name
+    script.parent.mkdir()
+    script.touch()
+    monkeypatch.setattr(processes.sys, "executable", str(script.with_name("python")))
+    monkeypatch.chdir(tmp_path)
+    assert processes.own_program("run")[1:] == ["-m", "powernorm_fairseq", "run"]
+    monkeypatch.chdir(processes.PACKAGE.parent)
+    assert processes.own_program("run")[1:] == ["-m", "powernorm_fairseq", "run"]
+    (tmp_path / "powernorm_fairseq").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert processes.own_program("run", 3) == [str(script), "run", "3"]
+
+
 def test_children_of_a_child_compute_with_their_own_threads(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     changed = processes.environment(2)

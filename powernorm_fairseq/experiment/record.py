@@ -44,28 +44,31 @@ def hardware(threads: int) -> Dict[str, Any]:
 
 
 def git_commit() -> Optional[str]:
-    """The commit of the checkout that the package lies in, with ``+`` if files differ; None without a checkout."""
-    try:
-        said = [_git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no", "--", str(PACKAGE))]
-    except (OSError, subprocess.SubprocessError):
-        return None
-    # A package that lies in the site-packages of a virtual environment inside some checkout is not of that checkout.
-    tracked = subprocess.run(
-        ["git", "-C", str(PACKAGE), "ls-files", "--error-unmatch", "version.py"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    return said[0] + ("+" if said[1] else "") if tracked.returncode == 0 else None
+    """The commit that the running package is of, with ``+`` if files differ from it; None where that cannot be known.
+
+    A package that is installed has no commit itself; if the current folder is a checkout of the same files, its commit
+    counts.
+    """
+    here = Path.cwd() / PACKAGE.name
+    candidates = [PACKAGE] + ([here] if here.is_dir() and _sources(here) == _sources(PACKAGE) else [])
+    for folder in candidates:
+        try:
+            # A virtual environment may lie in some checkout; only files that git knows are of its commit.
+            _git(folder, "ls-files", "--error-unmatch", "version.py")
+            changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ".")
+            return _git(folder, "rev-parse", "HEAD") + ("+" if changed else "")
+        except (OSError, subprocess.SubprocessError):
+            continue
+    return None
 
 
-def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(PACKAGE), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        check=True,
-        text=True,
-    )
+def _sources(folder: Path) -> Dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.py")}
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True)
     return done.stdout.strip()
 
 

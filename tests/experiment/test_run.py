@@ -145,6 +145,26 @@ def test_the_record_names_the_circumstances(tmp_path):
     assert written["git_commit"] is None or len(written["git_commit"].rstrip("+")) == 40
 
 
+def test_the_commit_of_an_installed_package_is_that_of_an_equal_checkout(tmp_path, monkeypatch):
+    """In a virtual environment the package is in no checkout; that in the current folder counts if it is the same."""
+    checkout, installed = tmp_path / "checkout" / PACKAGE.name, tmp_path / "installed" / PACKAGE.name
+    for folder in (checkout, installed):
+        folder.mkdir(parents=True)
+        (folder / "version.py").write_text("1")
+    monkeypatch.setattr(record, "PACKAGE", installed)
+    monkeypatch.chdir(checkout.parent)
+    assert record.git_commit() is None
+    for command in ("init", "add .", "-c user.name=a -c user.email=a@b commit -m c"):
+        subprocess.run(["git", *command.split()], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    commit = record.git_commit()
+    assert commit is not None and len(commit) == 40
+    for folder in (checkout, installed):
+        (folder / "version.py").write_text("2")
+    assert record.git_commit() == commit + "+"
+    (installed / "version.py").write_text("3")
+    assert record.git_commit() is None
+
+
 def test_results_are_found_by_folder_and_half_ones_are_not(tmp_path):
     for name in ("b", "a"):
         (tmp_path / name).mkdir()

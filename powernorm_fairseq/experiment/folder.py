@@ -1,12 +1,8 @@
-"""The folder of one run: whose it is, what is whole in it."""
+"""The folder of one run: whose it is."""
 
 import json
-import os
-import re
-import shutil
-import zipfile
 from pathlib import Path
-from typing import IO, List
+from typing import IO
 
 from powernorm_fairseq.corpora.steps import digest_of_files, stamp_of
 from powernorm_fairseq.experiment.config import Config, dump, load_config
@@ -71,35 +67,3 @@ def fingerprint_of_data(data: Path) -> str:
         raise UserError(f"no text prepared for fairseq in {data}; see `powernorm_fairseq prepare --help`")
     sizes = ",".join(f"{path.name}:{path.stat().st_size}" for path in sorted(data.glob("*.bin")))
     return digest_of_files(dictionaries) + "," + sizes
-
-
-def mend_last_checkpoint(checkpoints: Path) -> List[str]:
-    """Make ``checkpoint_last.pt`` whole again after a kill; returns what was done, in words.
-
-    fairseq writes one file atomically but copies it to ``checkpoint_last.pt``, so that a kill can leave half of it. The
-    newest other checkpoint that is whole takes its place; without one, training starts anew.
-    """
-    done = []
-    last = checkpoints / "checkpoint_last.pt"
-    for path in checkpoints.glob("*.tmp"):
-        path.unlink()
-    broken = [path for path in checkpoints.glob("*.pt") if not is_whole(path)]
-    for path in broken:
-        path.unlink()
-        done.append(f"removed {path.name}, which was only half written")
-    if last in broken or not last.exists():
-        others = [
-            path for path in checkpoints.glob("checkpoint*.pt") if re.search(r"checkpoint(?:\d|_\d|_best)", path.name)
-        ]
-        if others:
-            newest = max(others, key=lambda path: path.stat().st_mtime)
-            partial = last.with_name(last.name + ".partial")
-            shutil.copyfile(newest, partial)
-            os.replace(partial, last)
-            done.append(f"continuing from {newest.name}")
-    return done
-
-
-def is_whole(checkpoint: Path) -> bool:
-    """Whether a file of torch.save was written to its end; the directory of its zip archive stands there."""
-    return zipfile.is_zipfile(checkpoint)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Optional, Tuple
 
 from powernorm_fairseq.checkpoints.average import average_checkpoints, last_checkpoints, load_checkpoint
+from powernorm_fairseq.checkpoints.last import mend_last_checkpoint
 from powernorm_fairseq.experiment import record
 from powernorm_fairseq.experiment.config import (
     Config,
@@ -25,7 +26,7 @@ from powernorm_fairseq.experiment.config import (
     train_arguments,
     with_norm,
 )
-from powernorm_fairseq.experiment.folder import claim, mend_last_checkpoint
+from powernorm_fairseq.experiment.folder import claim
 from powernorm_fairseq.experiment.log import Follower, clock, validations
 from powernorm_fairseq.processes import (
     PACKAGE,
@@ -95,7 +96,7 @@ def train(config: Config, folder: Path, threads: int, say: Say) -> Dict[str, Any
     if marker.exists():
         return json.loads(marker.read_text(encoding="utf-8"))
     checkpoints.mkdir(exist_ok=True)
-    for words in mend_last_checkpoint(checkpoints):
+    for words in mend_last_checkpoint(checkpoints, replace_missing=True):
         say(words)
     going_on = (checkpoints / "checkpoint_last.pt").exists()
     log.touch()

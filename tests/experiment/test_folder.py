@@ -1,12 +1,9 @@
-"""Whose a run's folder is, and what is whole in it."""
-
-import os
+"""Whose a run's folder is."""
 
 import pytest
-import torch
 
 from powernorm_fairseq.experiment.config import load_config, override
-from powernorm_fairseq.experiment.folder import claim, fingerprint_of_data, is_whole, mend_last_checkpoint
+from powernorm_fairseq.experiment.folder import claim, fingerprint_of_data
 from powernorm_fairseq.processes import UserError
 from tests.commands import ROOT
 
@@ -55,36 +52,3 @@ def test_no_data(tmp_path):
 def test_two_at_once_are_refused(config, tmp_path):
     with claim(tmp_path / "run", config), pytest.raises(UserError, match="another process is at work"):
         claim(tmp_path / "run", config)
-
-
-def checkpoint(path, value, age):
-    torch.save({"model": {"w": torch.full((1000,), float(value))}}, path)
-    os.utime(path, (1e9 - age, 1e9 - age))
-
-
-def test_half_a_checkpoint_gives_way_to_the_newest_whole_one(tmp_path):
-    checkpoint(tmp_path / "checkpoint_1_100.pt", 100, age=30)
-    checkpoint(tmp_path / "checkpoint_1_200.pt", 200, age=20)
-    checkpoint(tmp_path / "checkpoint_best.pt", 100, age=29)
-    content = (tmp_path / "checkpoint_1_200.pt").read_bytes()
-    (tmp_path / "checkpoint_last.pt").write_bytes(content[: len(content) // 2])
-    (tmp_path / "checkpoint_1_300.pt.tmp").write_bytes(content[:100])
-    assert not is_whole(tmp_path / "checkpoint_last.pt")
-    said = mend_last_checkpoint(tmp_path)
-    assert said == ["removed checkpoint_last.pt, which was only half written", "continuing from checkpoint_1_200.pt"]
-    assert torch.load(tmp_path / "checkpoint_last.pt")["model"]["w"][0] == 200
-    assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob("*.partial"))
-    assert mend_last_checkpoint(tmp_path) == []
-
-
-def test_whole_checkpoints_stay(tmp_path):
-    checkpoint(tmp_path / "checkpoint_last.pt", 300, age=0)
-    checkpoint(tmp_path / "checkpoint_1_200.pt", 200, age=20)
-    assert mend_last_checkpoint(tmp_path) == []
-    assert torch.load(tmp_path / "checkpoint_last.pt")["model"]["w"][0] == 300
-
-
-def test_without_any_whole_checkpoint_training_starts_anew(tmp_path):
-    (tmp_path / "checkpoint_last.pt").write_bytes(b"")
-    assert len(mend_last_checkpoint(tmp_path)) == 1
-    assert not list(tmp_path.iterdir())

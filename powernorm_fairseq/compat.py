@@ -19,7 +19,7 @@ import traceback
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, FrozenSet, Optional, Tuple
 
 from powernorm_fairseq.version import __version__
 
@@ -106,18 +106,19 @@ def apply() -> None:
         mend()
 
 
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Let ``around(original, *args, **kwargs)`` answer calls of ``owner.name``; done once however often called."""
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Let ``around(original, *args, **kwargs)`` answer calls of ``owner.name``; done once, however often asked."""
     original = getattr(owner, name)
-    if getattr(original, "_mended", False):
+    done: FrozenSet[str] = getattr(original, "_answered_by", frozenset())
+    if around.__qualname__ in done:
         return
 
     @functools.wraps(original)
-    def mended(*args: Any, **kwargs: Any) -> Any:
+    def answer(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
-    mended._mended = True  # type: ignore[attr-defined]
-    setattr(owner, name, mended)
+    answer._answered_by = done | {around.__qualname__}  # type: ignore[attr-defined]
+    setattr(owner, name, answer)
 
 
 def _n1_checkpoints_load() -> None:
@@ -150,7 +151,7 @@ def _n1_checkpoints_load() -> None:
         utils.broadcast(data, src=src_rank, group=group)
         return obj if sends else pickle.load(io.BytesIO(data.cpu().numpy().tobytes()))
 
-    _wrap(utils, "_broadcast_object_slow", broadcast)
+    wrap(utils, "_broadcast_object_slow", broadcast)
 
 
 def _n2_last_batch_kept() -> None:
@@ -180,7 +181,7 @@ def _n2_last_batch_kept() -> None:
         required_batch_size_multiple=2,
     )
     if sum(map(len, batches)) < 3:
-        _wrap(data_utils, "batch_by_size", batch_by_size)
+        wrap(data_utils, "batch_by_size", batch_by_size)
 
 
 def _n3_no_fast_path() -> None:
@@ -197,7 +198,7 @@ def _n3_no_fast_path() -> None:
         original(self, *args, **kwargs)
         self.can_use_fastpath = False
 
-    _wrap(TransformerEncoderLayerBase, "__init__", init)
+    wrap(TransformerEncoderLayerBase, "__init__", init)
 
 
 def _n6_hydra_shows_errors() -> None:
@@ -211,7 +212,7 @@ def _n6_hydra_shows_errors() -> None:
     def print_exception(original: Original, etype: Any = None, value: Any = None, tb: Any = None) -> None:
         traceback.print_exception(type(value), value, tb)
 
-    _wrap(utils, "print_exception", print_exception)
+    wrap(utils, "print_exception", print_exception)
 
 
 def _n7_torchrun_without_gpu() -> None:
@@ -227,7 +228,7 @@ def _n7_torchrun_without_gpu() -> None:
             cfg.distributed_no_spawn = True
 
     if torch.cuda.device_count() == 0:
-        _wrap(utils, "_infer_torch_distributed_launch_init", infer)
+        wrap(utils, "_infer_torch_distributed_launch_init", infer)
 
 
 def _n8_ddp_on_cpu() -> None:
@@ -273,10 +274,10 @@ def _n9_half_precision_without_gpu() -> None:
             torch.Tensor.cuda = to_gpu  # type: ignore[method-assign]
 
     if find_spec("torch_xla") is None:
-        _wrap(options, "parse_args_and_arch", parse)
-    _wrap(Trainer, "_build_optimizer", build_optimizer)
+        wrap(options, "parse_args_and_arch", parse)
+    wrap(Trainer, "_build_optimizer", build_optimizer)
     if not torch.cuda.is_available():
-        _wrap(Trainer, "train_step", train_step)
+        wrap(Trainer, "train_step", train_step)
 
 
 def _n10_refuse_lonely_workers() -> None:
@@ -310,8 +311,8 @@ def _n10_refuse_lonely_workers() -> None:
             _check_world_size(cfg.distributed_training)
         original(self, cfg, *args, **kwargs)
 
-    _wrap(utils, "call_main", call_main)
-    _wrap(Trainer, "__init__", init)
+    wrap(utils, "call_main", call_main)
+    wrap(Trainer, "__init__", init)
 
 
 def _check_world_size(distributed: Any) -> None:
@@ -348,7 +349,7 @@ def _n12_second_copy_of_the_plugin() -> None:
             logger.warning("powernorm_fairseq is imported from %s already; the copy at %s is not used", here, path)
         return None
 
-    _wrap(utils, "import_user_module", import_user_module)
+    wrap(utils, "import_user_module", import_user_module)
 
 
 def register_model(name: str, dataclass: Optional[type] = None) -> Callable[[type], type]:

@@ -8,10 +8,11 @@ from typing import Any, Dict, List, Sequence
 
 import torch
 
+from powernorm_fairseq.norms import RunningNorm
 from powernorm_fairseq.processes import UserError
 
 # These count updates; a mean of counts means nothing.
-COUNTERS = ("updates_tracked", "updates_skipped", "updates_bounded", "num_batches_tracked")
+COUNTERS = (*RunningNorm.COUNTERS, "num_batches_tracked")
 
 EPOCH = re.compile(r"checkpoint(\d+)\.pt$")
 UPDATE = re.compile(r"checkpoint_\d+_(\d+)\.pt$")

@@ -95,6 +95,11 @@ class NormOptions(FairseqDataclass):
     norm_detach: Optional[str] = option(
         None, "detach: what is a constant in the backward pass: both (default), mean or sigma"
     )
+    norm_sync: Optional[str] = option(
+        None,
+        "power, power_v, batch: what several workers share; running: the running statistics (default), "
+        "batch: the statistics of each batch too, none: nothing",
+    )
     init: INIT_CHOICES = field(  # type: ignore[valid-type]
         default="fairseq",
         metadata={"help": "initial values of the linear layers; kaiming: uniform, a = 1, as in AdaNorm's recipe"},

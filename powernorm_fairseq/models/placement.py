@@ -21,7 +21,7 @@ PUBLISHED_FINAL_WARMUP = 1000
 
 # Fields `norm_<option>`: None (for `affine`: True) leaves the option to the norm's own default.
 OPTIONS = ["groups", "alpha_fwd", "alpha_bkw", "eps", "affine", "numerics", "momentum", "cumulative"]
-OPTIONS += ["scale", "k", "detach"]
+OPTIONS += ["scale", "k", "detach", "sync"]
 UNSET = {"affine": True, "cumulative": False}
 
 
@@ -127,6 +127,13 @@ class Placement:
                 )
         if settings.norm_cumulative and settings.norm_momentum is not None:
             raise ValueError("--norm-cumulative weighs all updates the same, so --norm-momentum has no effect with it")
+        if settings.norm_sync == "batch" and any(
+            getattr(settings, f"{stack}_layerdrop", 0) > 0 for stack in ("encoder", "decoder")
+        ):
+            raise ValueError(
+                "--norm-sync batch has a collective in each norm, and with --encoder-layerdrop or --decoder-layerdrop "
+                "workers leave out different ones, so that they would wait for each other for ever"
+            )
         if getattr(settings, "norm_warmup_updates_final", None) is not None and (
             "warmup_updates" not in accepted_options(self.names.get("encoder_final", "none"))
         ):

@@ -2,7 +2,7 @@
 
 import logging
 from argparse import ArgumentParser, Namespace
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional
 
 from fairseq.models import MODEL_DATACLASS_REGISTRY, BaseFairseqModel
 from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase, TransformerEncoderBase
@@ -83,13 +83,34 @@ def placed(cfg: Any, settings: Namespace, published: Mapping[str, str]) -> Place
     placement = Placement(settings, published, run_warmup_updates(cfg))
     logger.info("norms: " + placement.describe())
     running = sorted({name for name in placement.names.values() if issubclass(NORMS[name], RunningNorm)})
-    workers = run_setting(cfg, "distributed_training", "distributed_world_size") or 1
-    if running and workers > 1:
-        logger.warning(
-            f"{', '.join(running)}: running statistics are not shared between workers yet; each of the {workers} "
-            "workers keeps its own, and checkpoints hold those of the first"
-        )
+    if running:
+        refuse_backends(cfg, running, settings.norm_sync)
     return placement
+
+
+def refuse_backends(cfg: Any, norms: List[str], sync: Optional[str]) -> None:
+    """ValueError where a run's workers would silently keep different running statistics, or wrong ones."""
+    backend = run_setting(cfg, "distributed_training", "ddp_backend")
+    workers = run_setting(cfg, "distributed_training", "distributed_world_size") or 1
+    refused = {
+        "--ddp-backend fully_sharded": backend == "fully_sharded",
+        "--ddp-backend slowmo": backend == "slowmo" and workers > 1,
+        "--use-bmuf": bool(run_setting(cfg, "optimization", "use_bmuf")) and workers > 1,
+        "--pipeline-model-parallel": bool(run_setting(cfg, "distributed_training", "pipeline_model_parallel")),
+        "--model-parallel-size": (run_setting(cfg, "common", "model_parallel_size") or 1) > 1,
+        "--tpu": bool(run_setting(cfg, "common", "tpu")),
+    }
+    for option, given in refused.items():
+        if given:
+            raise ValueError(
+                f"{option} does not work with {', '.join(norms)}, whose running statistics must be the same on all "
+                "workers: use --ddp-backend c10d or legacy_ddp, or norms without running statistics"
+            )
+    if sync == "none" and workers > 1:
+        logger.warning(
+            f"--norm-sync none: each of the {workers} workers keeps statistics of its own ({', '.join(norms)}), and "
+            "checkpoints hold those of the first"
+        )
 
 
 class NormTransformer(TransformerModelBase):

@@ -1,11 +1,11 @@
 """BatchNorm over real tokens."""
 
-from typing import Optional, Union
+from typing import Optional, Tuple, Union
 
 import torch
 from torch import Tensor
 
-from powernorm_fairseq.norms.functional import batch_norm, group_rms_scale
+from powernorm_fairseq.norms.functional import batch_norm, group_rms_scale, moment_sums
 from powernorm_fairseq.norms.running import RunningNorm
 
 
@@ -22,8 +22,11 @@ class BatchNorm(RunningNorm):
         eps: inside the roots.
         affine: gain and bias per channel.
         cumulative: weigh all updates the same, whatever ``momentum`` says.
+        sync: what several workers share: ``running`` statistics, the ``batch``'s mean and variance too (as torch's
+            SyncBatchNorm does), or ``none``.
     """
 
+    sums_recorded = 2
     running_mean: Tensor
     running_var: Tensor
 
@@ -35,8 +38,9 @@ class BatchNorm(RunningNorm):
         eps: float = 1e-5,
         affine: bool = True,
         cumulative: bool = False,
+        sync: str = "running",
     ) -> None:
-        super().__init__(dim, groups, eps, affine)
+        super().__init__(dim, groups, eps, affine, sync)
         self.momentum: Optional[float] = None
         if not (cumulative or momentum is None or momentum == "cumulative"):
             if isinstance(momentum, str) or not 0 < momentum <= 1:
@@ -46,7 +50,7 @@ class BatchNorm(RunningNorm):
         self.register_buffer("running_var", torch.ones(dim))
 
     def normalize_in_training(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
-        return batch_norm(x, self.weight, self.bias, padding, self.groups, self.eps, self.record_moments)
+        return batch_norm(x, self.weight, self.bias, padding, self.groups, self.eps, self.record_moments, self.workers)
 
     def normalize_by_statistics(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
         gain = torch.rsqrt(self.running_var + self.eps)
@@ -59,15 +63,30 @@ class BatchNorm(RunningNorm):
 
     def record_moments(self, live: Tensor, count: Tensor, mean: Tensor, deviation: Tensor) -> None:
         """Records what adds up: the sum and, in double precision where there is one, the sum of squares."""
+        self.record(live, *self._sums(count, mean, deviation))
+
+    @staticmethod
+    def _sums(count: Tensor, mean: Tensor, deviation: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         if mean.device.type != "mps":
             count, mean, deviation = count.double(), mean.double(), deviation.double()
-        self.record(live, count, mean * count, deviation + mean * mean * count)
+        return count, mean * count, deviation + mean * mean * count
+
+    def measure(self, x: Tensor, padding: Optional[Tensor]) -> Tuple[Tensor, ...]:
+        return self._sums(*moment_sums(x, padding, self.groups, self.eps))
+
+    def assign(self, count: Tensor, *sums: Tensor) -> None:
+        for running, new in zip((self.running_mean, self.running_var), self._moments(count, *sums)):
+            running.copy_(new)
+
+    @staticmethod
+    def _moments(count: Tensor, total: Tensor, total_sq: Tensor) -> Tuple[Tensor, Tensor]:
+        """Mean and unbiased variance."""
+        mean = total / count.clamp(min=1)
+        return mean, (total_sq - total * mean).clamp(min=0) / (count - 1).clamp(min=1)
 
     def absorb(self, count: Tensor, sums: Tensor) -> None:
-        mean = sums[0] / count.clamp(min=1)
-        variance = (sums[1] - sums[0] * mean).clamp(min=0) / (count - 1).clamp(min=1)
         weight = self.momentum if self.momentum is not None else 1 / (self.updates_tracked + 1)
-        for running, new in ((self.running_mean, mean), (self.running_var, variance)):
+        for running, new in zip((self.running_mean, self.running_var), self._moments(count, sums[0], sums[1])):
             changed = running + weight * (new.to(running.dtype) - running)
             running.copy_(torch.where(count > 0, changed, running))
 

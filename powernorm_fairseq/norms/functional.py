@@ -30,6 +30,20 @@ from powernorm_fairseq.norms.rows import (
 Record = Callable[..., None]
 
 
+def _over_workers(workers: Any, *parts: Tensor) -> Tuple[Tensor, ...]:
+    """Statistics of a batch, each added up over ``workers`` if there are any; float64 then."""
+    if workers is None:
+        return parts
+    values = torch.cat([part.reshape(-1).double() for part in parts])
+    values = workers.add_up(values if workers.batch_counts else torch.zeros_like(values))
+    totals = values.split([part.numel() for part in parts])
+    return tuple(total.view(part.shape) for total, part in zip(totals, parts))
+
+
+def _mean(total: Tensor, count: Tensor, like: Tensor) -> Tensor:
+    return (total / count.clamp(min=1)).to(compute_dtype(like))
+
+
 def _flat(x: Tensor, padding: Optional[Tensor]) -> Tuple[Tensor, Optional[Tensor]]:
     if padding is not None and padding.device.type == "cpu" and not padding.any():
         padding = None  # less work, same result
@@ -87,20 +101,25 @@ class _PowerNorm(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Any, bias: Any, padding: Any, psi_sq: Tensor, nu: Tensor, groups: int, eps: float,
-        use_batch_psi: bool, released: bool, record: Any, scale: Any,
+        use_batch_psi: bool, released: bool, record: Any, scale: Any, workers: Any,
     ) -> Tensor:  # fmt: skip
         gain, shift = _vector(weight, x), _vector(bias, x)
         count = real_rows(x, padding)
+
+        def batch_r(sum_sq: Tensor) -> Tensor:
+            total_count, total_sq = _over_workers(workers, count, sum_sq)
+            return torch.rsqrt(_mean(total_sq, total_count, x) + eps)
+
         if use_batch_psi:
             _, s, sum_sq = forward_pass(x, padding, groups, eps, want_y=False)
-            r = torch.rsqrt(sum_sq / count.clamp(min=1) + eps)
+            r = r_back = batch_r(sum_sq)
             y, _, _ = forward_pass(
                 x, padding, groups, eps, r if gain is None else r * gain, shift, s, want_sum_sq=False
             )
         else:
             r = torch.rsqrt(psi_sq.to(compute_dtype(x)) + eps)
             y, s, sum_sq = forward_pass(x, padding, groups, eps, r if gain is None else r * gain, shift)
-        r_back = torch.rsqrt(sum_sq / count.clamp(min=1) + eps) if released else r
+            r_back = batch_r(sum_sq) if released else r
         ctx.save_for_backward(x, weight, bias, padding, s, sum_sq, count, r, r_back, nu.to(r.dtype, copy=True))
         ctx.record, ctx.scale = record, scale
         return y
@@ -120,7 +139,7 @@ class _PowerNorm(Function):
         if ctx.record is not None:
             sum_g_xhat = sum_dy_xhat if gain is None else sum_dy_xhat * gain
             ctx.record(live, count, sum_sq, sum_sq * r * r, sum_g_xhat / scale)
-        return (dx, _like(sum_dy_xhat, weight), _like(sum_dy, bias)) + (None,) * 9
+        return (dx, _like(sum_dy_xhat, weight), _like(sum_dy, bias)) + (None,) * 10
 
 
 def power_norm(
@@ -136,6 +155,7 @@ def power_norm(
     released: bool = False,
     record: Optional[Record] = None,
     gradient_scale: Callable[[], float] = lambda: 1.0,
+    workers: Any = None,
 ) -> Tensor:
     """PowerNorm in training (Shen et al. 2020, Algorithm 2), with layer scale in front.
 
@@ -154,42 +174,49 @@ def power_norm(
             real tokens; live says whether any upstream gradient was not zero.
         gradient_scale: asked in the backward pass for the factor by which gradients are scaled; the last sum is divided
             by it and ``nu`` is multiplied by it.
+        workers: the batch's quadratic mean, where one is used, is that of the batches of all these workers together
+            (``norms.running.Workers``); the forward pass then has a collective.
     """
     rows, flat = _flat(x, padding)
     return _PowerNorm.apply(
-        rows, weight, bias, flat, psi_sq, nu, groups, eps, use_batch_psi, released, record, gradient_scale
+        rows, weight, bias, flat, psi_sq, nu, groups, eps, use_batch_psi, released, record, gradient_scale, workers
     ).view(x.shape)
 
 
 class _PowerNormV(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Any, bias: Any, padding: Any, groups: int, eps: float, record: Any
+        ctx: Any, x: Tensor, weight: Any, bias: Any, padding: Any, groups: int, eps: float, record: Any, workers: Any
     ) -> Tensor:
         gain = _vector(weight, x)
         count = real_rows(x, padding)
         _, s, sum_sq = forward_pass(x, padding, groups, eps, want_y=False)
-        r = torch.rsqrt(sum_sq / count.clamp(min=1) + eps)
+        total_count, total_sq = _over_workers(workers, count, sum_sq)
+        r = torch.rsqrt(_mean(total_sq, total_count, x) + eps)
         a = r if gain is None else r * gain
         y, _, _ = forward_pass(x, padding, groups, eps, a, _vector(bias, x), s, want_sum_sq=False)
-        ctx.save_for_backward(x, weight, bias, padding, s, sum_sq, count, r)
-        ctx.record = record
+        ctx.save_for_backward(x, weight, bias, padding, s, sum_sq, count, total_count, r)
+        ctx.record, ctx.workers = record, workers
+        ctx.counts = workers is None or workers.batch_counts
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight, bias, padding, s, sum_sq, count, r = ctx.saved_tensors
+        x, weight, bias, padding, s, sum_sq, count, total_count, r = ctx.saved_tensors
         gain = _vector(weight, x)
         _, sum_dy, sum_dy_h = backward_pass(x, dy, padding, s, want_dx=False)
         if ctx.record is not None:
             ctx.record(any_nonzero(dy, padding), count, sum_sq)
+        # Also where no gradient of x is wanted: the other workers wait.
+        (total_dy_h,) = _over_workers(ctx.workers, sum_dy_h)
         dx = None
         if ctx.needs_input_grad[0]:
             a = r if gain is None else r * gain
-            b = a * r * r * sum_dy_h / count.clamp(min=1)
+            # A batch that does not count was no part of the statistics, so nothing flows back through them.
+            b = a * r * r * _mean(total_dy_h, total_count, x) if ctx.counts else None
             dx = backward_pass(x, dy, padding, s, a, b, want_sums=False).dx
-        return dx, _like(sum_dy_h * r, weight), _like(sum_dy, bias), None, None, None, None
+        return dx, _like(sum_dy_h * r, weight), _like(sum_dy, bias), None, None, None, None, None
 
 
 def power_norm_v(
@@ -200,6 +227,7 @@ def power_norm_v(
     groups: int = 1,
     eps: float = 1e-5,
     record: Optional[Record] = None,
+    workers: Any = None,
 ) -> Tensor:
     """PN-V in training (Shen et al. 2020, section 4): xhat = h / sqrt(batch mean of h^2 + eps), with exact gradient.
 
@@ -207,40 +235,58 @@ def power_norm_v(
         x: (..., C).
         weight, bias: (C,) or None.
         record: called in the backward pass with live (), count () and the sum (C,) of h^2 over real tokens.
+        workers: the batch is that of all these workers together; a collective in the forward pass and one in the
+            backward pass.
     """
     rows, flat = _flat(x, padding)
-    return _PowerNormV.apply(rows, weight, bias, flat, groups, eps, record).view(x.shape)
+    return _PowerNormV.apply(rows, weight, bias, flat, groups, eps, record, workers).view(x.shape)
 
 
 class _BatchNorm(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Any, bias: Any, padding: Any, groups: int, eps: float, record: Any
+        ctx: Any, x: Tensor, weight: Any, bias: Any, padding: Any, groups: int, eps: float, record: Any, workers: Any
     ) -> Tensor:
         gain = _vector(weight, x)
         s, count, mean, deviation = moments(x, padding, groups, eps)
-        r = torch.rsqrt(deviation / count.clamp(min=1) + eps)
+        total_count, centre, total_deviation = _joined(workers, count, mean, deviation)
+        r = torch.rsqrt(total_deviation / total_count.clamp(min=1) + eps)
         a = r if gain is None else r * gain
-        y, _, _ = forward_pass(x, padding, groups, eps, a, _vector(bias, x), s, mean, want_sum_sq=False)
-        ctx.save_for_backward(x, weight, bias, padding, s, count, mean, deviation, r)
-        ctx.record = record
+        y, _, _ = forward_pass(x, padding, groups, eps, a, _vector(bias, x), s, centre, want_sum_sq=False)
+        ctx.save_for_backward(x, weight, bias, padding, s, count, mean, deviation, total_count, centre, r)
+        ctx.record, ctx.workers = record, workers
+        ctx.counts = workers is None or workers.batch_counts
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight, bias, padding, s, count, mean, deviation, r = ctx.saved_tensors
+        x, weight, bias, padding, s, count, mean, deviation, total_count, centre, r = ctx.saved_tensors
         gain = _vector(weight, x)
-        _, sum_dy, sum_dy_h = backward_pass(x, dy, padding, s, shift=mean, want_dx=False)
+        _, sum_dy, sum_dy_h = backward_pass(x, dy, padding, s, shift=centre, want_dx=False)
         if ctx.record is not None:
             ctx.record(any_nonzero(dy, padding), count, mean, deviation)
+        total_dy, total_dy_h = _over_workers(ctx.workers, sum_dy, sum_dy_h)
         dx = None
         if ctx.needs_input_grad[0]:
-            n = count.clamp(min=1)
             a = r if gain is None else r * gain
-            b, d = a * r * r * sum_dy_h / n, a * sum_dy / n
-            dx = backward_pass(x, dy, padding, s, a, b, d, mean, want_sums=False).dx
-        return dx, _like(sum_dy_h * r, weight), _like(sum_dy, bias), None, None, None, None
+            b = d = None
+            if ctx.counts:
+                b = a * r * r * _mean(total_dy_h, total_count, x)
+                d = a * _mean(total_dy, total_count, x)
+            dx = backward_pass(x, dy, padding, s, a, b, d, centre, want_sums=False).dx
+        return dx, _like(sum_dy_h * r, weight), _like(sum_dy, bias), None, None, None, None, None
+
+
+def _joined(workers: Any, count: Tensor, mean: Tensor, deviation: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    """Count, mean and sum of squared deviations of the batches of all workers together."""
+    if workers is None:
+        return count, mean, deviation
+    n, m, sum_sq_off = count.double(), mean.double(), deviation.double()
+    total, total_sum, total_sq = _over_workers(workers, n, m * n, sum_sq_off + m * m * n)
+    centre = total_sum / total.clamp(min=1)
+    off = (total_sq - centre * total_sum).clamp(min=0)
+    return total.to(count.dtype), centre.to(mean.dtype), off.to(deviation.dtype)
 
 
 def batch_norm(
@@ -251,6 +297,7 @@ def batch_norm(
     groups: int = 0,
     eps: float = 1e-5,
     record: Optional[Record] = None,
+    workers: Any = None,
 ) -> Tensor:
     """BatchNorm in training over real tokens: y = weight * (h - mean) / sqrt(biased variance + eps) + bias.
 
@@ -259,9 +306,23 @@ def batch_norm(
         weight, bias: (C,) or None.
         record: called in the backward pass with live (), count (), and the mean and the sum of squared deviations (C,)
             of h over real tokens.
+        workers: the batch is that of all these workers together; a collective in the forward pass and one in the
+            backward pass.
     """
     rows, flat = _flat(x, padding)
-    return _BatchNorm.apply(rows, weight, bias, flat, groups, eps, record).view(x.shape)
+    return _BatchNorm.apply(rows, weight, bias, flat, groups, eps, record, workers).view(x.shape)
+
+
+def mean_square_sums(x: Tensor, padding: Optional[Tensor], groups: int, eps: float) -> Tuple[Tensor, Tensor]:
+    """Count () and sum of h^2 (C,) over the real tokens of ``x`` (..., C)."""
+    rows, flat = _flat(x, padding)
+    return real_rows(rows, flat), forward_pass(rows, flat, groups, eps, want_y=False).sum_sq
+
+
+def moment_sums(x: Tensor, padding: Optional[Tensor], groups: int, eps: float) -> Tuple[Tensor, Tensor, Tensor]:
+    """Count (), mean (C,) and sum of squared deviations (C,) of h over the real tokens of ``x`` (..., C)."""
+    rows, flat = _flat(x, padding)
+    return moments(rows, flat, groups, eps)[1:]
 
 
 def layer_norm(x: Tensor, weight: Optional[Tensor] = None, bias: Optional[Tensor] = None, eps: float = 1e-5) -> Tensor:

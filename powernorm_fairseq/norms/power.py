@@ -1,20 +1,20 @@
 """PowerNorm, and PN-V, its form with batch statistics and the exact gradient."""
 
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from powernorm_fairseq.norms.base import choice, fraction
-from powernorm_fairseq.norms.functional import group_rms_scale, power_norm, power_norm_v
+from powernorm_fairseq.norms.functional import group_rms_scale, mean_square_sums, power_norm, power_norm_v
 from powernorm_fairseq.norms.running import RunningNorm, get_gradient_scale
 
 
 class _QuadraticMeanNorm(RunningNorm):
     running_psi_sq: Tensor
 
-    def __init__(self, dim: int, groups: int, alpha_fwd: float, eps: float, affine: bool) -> None:
-        super().__init__(dim, groups, eps, affine)
+    def __init__(self, dim: int, groups: int, alpha_fwd: float, eps: float, affine: bool, sync: str) -> None:
+        super().__init__(dim, groups, eps, affine, sync)
         self.alpha_fwd = fraction("alpha_fwd", alpha_fwd)
         self.register_buffer("running_psi_sq", torch.ones(dim))
 
@@ -22,6 +22,12 @@ class _QuadraticMeanNorm(RunningNorm):
         r = torch.rsqrt(self.running_psi_sq + self.eps)
         gain = r if self.weight is None else r * self.weight
         return group_rms_scale(x, self.groups, self.eps, gain, self.bias, padding)
+
+    def measure(self, x: Tensor, padding: Optional[Tensor]) -> Tuple[Tensor, ...]:
+        return mean_square_sums(x, padding, self.groups, self.eps)
+
+    def assign(self, count: Tensor, *sums: Tensor) -> None:
+        self.running_psi_sq.copy_(sums[0] / count)
 
 
 class PowerNorm(_QuadraticMeanNorm):
@@ -36,8 +42,10 @@ class PowerNorm(_QuadraticMeanNorm):
         numerics: ``paper`` or ``released`` (docs/norms.md says how they differ).
         eps: inside the roots.
         affine: gain and bias per channel.
+        sync: what several workers share: ``running`` statistics, the ``batch``'s quadratic mean too, or ``none``.
     """
 
+    sums_recorded = 3
     running_nu: Tensor
 
     def __init__(
@@ -50,8 +58,9 @@ class PowerNorm(_QuadraticMeanNorm):
         numerics: str = "paper",
         eps: float = 1e-5,
         affine: bool = True,
+        sync: str = "running",
     ) -> None:
-        super().__init__(dim, groups, alpha_fwd, eps, affine)
+        super().__init__(dim, groups, alpha_fwd, eps, affine, sync)
         if warmup_updates < 0:
             raise ValueError(f"warmup_updates must not be negative: {warmup_updates}")
         self.alpha_bkw = fraction("alpha_bkw", alpha_bkw)
@@ -69,10 +78,11 @@ class PowerNorm(_QuadraticMeanNorm):
             padding,
             self.groups,
             self.eps,
-            use_batch_psi=self.num_updates < self.warmup_updates,
+            use_batch_psi=self.measuring or self.num_updates < self.warmup_updates,
             released=self.numerics == "released",
             record=self.record,
             gradient_scale=get_gradient_scale,
+            workers=self.workers,
         )
 
     def absorb(self, count: Tensor, sums: Tensor) -> None:
@@ -123,15 +133,24 @@ class PowerNormV(_QuadraticMeanNorm):
         alpha_fwd: decay of the running mean square that evaluation uses.
         eps: inside the roots.
         affine: gain and bias per channel.
+        sync: what several workers share: ``running`` statistics, the ``batch``'s quadratic mean too, or ``none``.
     """
 
+    sums_recorded = 1
+
     def __init__(
-        self, dim: int, groups: int = 1, alpha_fwd: float = 0.9, eps: float = 1e-5, affine: bool = True
+        self,
+        dim: int,
+        groups: int = 1,
+        alpha_fwd: float = 0.9,
+        eps: float = 1e-5,
+        affine: bool = True,
+        sync: str = "running",
     ) -> None:
-        super().__init__(dim, groups, alpha_fwd, eps, affine)
+        super().__init__(dim, groups, alpha_fwd, eps, affine, sync)
 
     def normalize_in_training(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
-        return power_norm_v(x, self.weight, self.bias, padding, self.groups, self.eps, self.record)
+        return power_norm_v(x, self.weight, self.bias, padding, self.groups, self.eps, self.record, self.workers)
 
     def absorb(self, count: Tensor, sums: Tensor) -> None:
         psi_sq = self.running_psi_sq.to(sums.dtype)

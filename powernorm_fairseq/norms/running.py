@@ -6,12 +6,12 @@ contributions of an update are absorbed in one step.
 """
 
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from powernorm_fairseq.norms.base import Norm, divisor
+from powernorm_fairseq.norms.base import Norm, choice, divisor
 
 _gradient_scale = 1.0
 
@@ -54,6 +54,24 @@ def inside_backward() -> bool:
     return True
 
 
+def _plus(total: Optional[Tensor], new: Tensor) -> Tensor:
+    return new if total is None else total + new
+
+
+class Workers:
+    """Adds up a batch's statistics over workers.
+
+    Attributes:
+        batch_counts: False while this worker runs a batch that only keeps it in step (a dummy batch).
+    """
+
+    batch_counts: bool = True
+
+    def add_up(self, values: Tensor) -> Tensor:
+        """The sum of ``values`` (K,) over all workers. A collective: each worker must call it."""
+        raise NotImplementedError
+
+
 class RunningNorm(Norm):
     """A norm with statistics over tokens that survive the batch.
 
@@ -68,34 +86,53 @@ class RunningNorm(Norm):
 
     Until then, forward and backward use the statistics of the last update.
 
+    With several workers (``norms.sharing``) an update ends when the sums have been added up over the workers; what has
+    not been, stays pending.
+
     Args:
         dim: number of channels C.
         groups: channel groups of the layer scale in front, 0 for none.
         eps: inside the roots.
         affine: gain and bias per channel.
+        sync: what several workers share: ``running`` statistics, ``batch`` statistics too (one collective in the
+            forward pass, and one in the backward pass where the gradient is exact), or ``none``.
 
     Attributes:
+        sums_recorded: how many sums (C,) a backward pass records.
+        shared: whether sums are added up over workers before they are absorbed.
+        measuring: training forwards are measured instead (``norms.measuring``), which adds to ``tally``
+            (dropped batches, count, sums).
+        workers: with ``sync="batch"`` what adds up a batch's statistics over workers, else None.
         updates_tracked: updates absorbed.
         updates_skipped: updates in which a contribution was dropped because a sum was not finite.
         updates_bounded: updates in which a bound on the recursion acted (PowerNorm only).
     """
 
+    COUNTERS = ("updates_tracked", "updates_skipped", "updates_bounded")
+
     token_wise = False
+    sums_recorded: int
 
     updates_tracked: Tensor
     updates_skipped: Tensor
     updates_bounded: Tensor
 
-    def __init__(self, dim: int, groups: int, eps: float, affine: bool) -> None:
+    def __init__(self, dim: int, groups: int, eps: float, affine: bool, sync: str) -> None:
         super().__init__(dim, eps)
         self.groups = divisor(groups, dim)
         self.affine = affine
+        self.sync = choice("sync", sync, ["running", "batch", "none"])
+        self.shared = False
+        self.workers: Optional[Workers] = None
         self.weight = nn.Parameter(torch.ones(dim)) if affine else None
         self.bias = nn.Parameter(torch.zeros(dim)) if affine else None
         # Counters are floating point: scripts that average or decay all buffers fail on integers.
-        for name in ("updates_tracked", "updates_skipped", "updates_bounded"):
+        for name in self.COUNTERS:
             self.register_buffer(name, torch.zeros((), dtype=torch.float32))
         self._pending: Optional[Tensor] = None
+        self._added_up: Optional[Callable[[], Tensor]] = None
+        self.measuring = False
+        self.tally: Optional[Tensor] = None
         self._stated_updates: Optional[int] = None
         self._own_updates = 0
 
@@ -106,16 +143,28 @@ class RunningNorm(Norm):
 
     def set_num_updates(self, num_updates: int) -> None:
         """Takes the number of finished updates; a new number ends the update that was being gathered."""
-        if num_updates != self._stated_updates:
-            self.commit()
-            self._stated_updates = num_updates
+        if num_updates == self._stated_updates:
+            return
+        self.commit()
+        if self._pending is not None:
+            raise RuntimeError(
+                "a new update begins, but the statistics of the last have not been added up over the workers: call "
+                "SharedStatistics.reduce() after the last backward pass of each update"
+            )
+        self._stated_updates = num_updates
 
     def normalize(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
         if not self.training:
             return self.normalize_by_statistics(x, padding)
-        if self._stated_updates is None and self._pending is not None and not inside_backward():
+        if self.measuring:
+            with torch.no_grad():
+                self.tally = _plus(self.tally, self._guarded(True, *self.measure(x, padding)))
+        elif self._stated_updates is None and self._has_update() and not inside_backward():
             self.commit()
         return self.normalize_in_training(x, padding)
+
+    def _has_update(self) -> bool:
+        return self._added_up is not None if self.shared else self._pending is not None
 
     def normalize_in_training(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
         """The norm of a training batch, whose backward pass calls :meth:`record`."""
@@ -134,6 +183,23 @@ class RunningNorm(Norm):
         """
         raise NotImplementedError
 
+    def measure(self, x: Tensor, padding: Optional[Tensor]) -> Tuple[Tensor, ...]:
+        """What evaluation needs of a batch: its count () of real tokens and sums (C,) for :meth:`assign`."""
+        raise NotImplementedError
+
+    def assign(self, count: Tensor, *sums: Tensor) -> None:
+        """Sets the statistics that evaluation uses to those of the tokens in ``sums``, as measured."""
+        raise NotImplementedError
+
+    def _guarded(self, live: Any, count: Tensor, *sums: Tensor) -> Tensor:
+        """(dropped, count, sums...) in one row: zeros if not ``live``, 1 and zeros if a sum is not finite."""
+        dtype = torch.float32 if count.device.type == "mps" else torch.float64
+        new = torch.cat([part.reshape(-1).to(dtype) for part in (count, *sums)])
+        finite = torch.isfinite(new).all()
+        new = torch.where(finite & live, new, torch.zeros_like(new))
+        dropped = (~finite & live).to(dtype).reshape(1)
+        return torch.cat([dropped, new])
+
     def record(self, live: Tensor, count: Tensor, *sums: Tensor) -> None:
         """Adds one backward pass to what is pending.
 
@@ -142,18 +208,36 @@ class RunningNorm(Norm):
             count: () number of real tokens.
             sums: (C,) each; if one of them is not finite, the contribution is dropped and counted as such.
         """
-        dtype = torch.float32 if count.device.type == "mps" else torch.float64
-        new = torch.cat([part.reshape(-1).to(dtype) for part in (count, *sums)])
-        finite = torch.isfinite(new).all()
-        new = torch.where(live & finite, new, torch.zeros_like(new))
-        dropped = (live & ~finite).to(dtype).reshape(1)
-        new = torch.cat([dropped, new])
-        self._pending = new if self._pending is None else self._pending + new
+        self._pending = _plus(self._pending, self._guarded(live, count, *sums))
+
+    def give_pending(self) -> Tensor:
+        """What is pending (dropped, count, sums...), of a length that does not depend on what there is; it is given up.
+
+        For whoever adds it up over the workers and hands the total to :meth:`take_total`.
+        """
+        self.commit()
+        pending, self._pending = self._pending, None
+        if pending is None:
+            device = self.updates_tracked.device
+            dtype = torch.float32 if device.type == "mps" else torch.float64
+            pending = torch.zeros(2 + self.sums_recorded * self.dim, dtype=dtype, device=device)
+        return pending
+
+    def take_total(self, total: Callable[[], Tensor]) -> None:
+        """Takes what :meth:`give_pending` gave, added up over the workers; it is asked for when it is absorbed."""
+        self._added_up = total
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Ends the update that is being gathered: absorbs what is pending, if anything is."""
-        pending, self._pending = self._pending, None
+        """Ends the update that is being gathered: absorbs what is pending, if anything is.
+
+        With several workers, what has been added up over them.
+        """
+        if self.shared:
+            pending = None if self._added_up is None else self._added_up()
+            self._added_up = None
+        else:
+            pending, self._pending = self._pending, None
         if pending is None:
             return
         pending = pending.to(self.updates_tracked.device)
@@ -166,7 +250,7 @@ class RunningNorm(Norm):
 
     def discard_pending(self) -> None:
         """Forgets what was gathered since the last commit: the update failed and will be tried again."""
-        self._pending = None
+        self._pending = self._added_up = None
 
     def train(self, mode: bool = True) -> "RunningNorm":
         if not mode:
@@ -202,8 +286,9 @@ class RunningNorm(Norm):
         return self
 
     def __getstate__(self) -> Dict[str, Any]:
-        # A copy starts with nothing pending: backward passes through the original are no business of the copy.
-        return {**self.__dict__, "_pending": None}
+        # A copy starts with nothing pending, and alone: backward passes through the original are not the copy's.
+        nothing = {"_pending": None, "_added_up": None, "measuring": False, "tally": None}
+        return {**self.__dict__, **nothing, "shared": False, "workers": None}
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, groups={self.groups}, affine={self.affine}"
+        return f"{super().extra_repr()}, groups={self.groups}, affine={self.affine}, sync={self.sync}"

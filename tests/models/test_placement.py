@@ -147,14 +147,47 @@ def test_refused(name, fields, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "workers", "warned"),
-    [("transformer_pn_tiny", 2, True), ("transformer_pn_tiny", 1, False), ("transformer_adanorm_tiny", 2, False)],
+    ("group", "option", "value", "words"),
+    [
+        (
+            "distributed_training",
+            "ddp_backend",
+            "fully_sharded",
+            "--ddp-backend fully_sharded does not work with power",
+        ),
+        ("distributed_training", "ddp_backend", "slowmo", "--ddp-backend slowmo"),
+        ("distributed_training", "pipeline_model_parallel", True, "--pipeline-model-parallel"),
+        ("optimization", "use_bmuf", True, "--use-bmuf"),
+        ("common", "model_parallel_size", 2, "--model-parallel-size"),
+        ("common", "tpu", True, "--tpu"),
+    ],
 )
-def test_statistics_of_several_workers_are_warned_about(name, workers, warned, caplog):
-    cfg = hydra(name)
-    cfg.distributed_training.distributed_world_size = workers
-    build(cfg)
-    assert ("running statistics are not shared" in caplog.text) == warned
+def test_backends_that_would_keep_wrong_statistics_are_refused(group, option, value, words):
+    """Trap 17: where workers cannot share running statistics, norms that have them are refused; others are not."""
+    for name in ("transformer_pn_tiny", "transformer_adanorm_tiny"):
+        cfg = hydra(name)
+        cfg.distributed_training.distributed_world_size = 2
+        build(cfg)
+        cfg[group][option] = value
+        if name == "transformer_adanorm_tiny":
+            build(cfg)
+        else:
+            with pytest.raises(ValueError, match=words):
+                build(cfg)
+
+
+def test_what_workers_share_is_an_option(caplog):
+    cfg = hydra("transformer_bn_tiny", norm_sync="none")
+    cfg.distributed_training.distributed_world_size = 2
+    assert build(cfg).encoder.layer_norm.sync == "none"
+    assert "each of the 2 workers keeps statistics of its own (batch)" in caplog.text
+    assert small("transformer_pn_tiny", norm_sync="batch").encoder.layer_norm.sync == "batch"
+    with pytest.raises(ValueError, match="--norm-sync has no effect"):
+        build(hydra("transformer_adanorm_tiny", norm_sync="batch"))
+    with pytest.raises(ValueError, match="sync must be one of running, batch, none"):
+        build(hydra("transformer_pn_tiny", norm_sync="all"))
+    with pytest.raises(ValueError, match="wait for each other for ever"):
+        build(hydra("transformer_pn_tiny", norm_sync="batch", encoder_layerdrop=0.1))
 
 
 def test_a_placement_may_not_be_named_by_norm_alone():

@@ -26,6 +26,7 @@ def test_one_mapping_of_options_serves_all_norms():
     options = {
         "groups": 4, "alpha_fwd": 0.5, "alpha_bkw": 0.6, "eps": 1e-3, "warmup_updates": 7, "numerics": "released",
         "momentum": 0.2, "cumulative": False, "scale": 2.0, "k": 0.2, "detach": "mean", "affine": False,
+        "sync": "batch",
     }  # fmt: skip
     for name in NAMES:
         norm = create_norm(name, 8, options)

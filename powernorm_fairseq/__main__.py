@@ -19,6 +19,9 @@ COMMANDS = {
         "small models with several norms on the sample text, and their table",
     ),
     "average": ("powernorm_fairseq.checkpoints.average", "average the last checkpoints of a run"),
+    "reestimate": ("powernorm_fairseq.checkpoints.reestimate", "measure a checkpoint's running statistics anew"),
+    "convert": ("powernorm_fairseq.checkpoints.convert", "a checkpoint of the authors' PowerNorm code for this plugin"),
+    "inspect": ("powernorm_fairseq.checkpoints.inspect", "running statistics in checkpoints, and what looks wrong"),
     "report": ("powernorm_fairseq.report.report", "the table and the curves of finished runs"),
 }
 

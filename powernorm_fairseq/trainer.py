@@ -9,6 +9,7 @@ around the one of fairseq that it names.
 import os
 from typing import Any, Callable, List, Optional
 
+from powernorm_fairseq.checkpoints import last
 from powernorm_fairseq.compat import wrap
 from powernorm_fairseq.norms import RunningNorm, gradient_scale
 from powernorm_fairseq.norms.sharing import SharedStatistics
@@ -34,6 +35,7 @@ def apply() -> None:
     wrap(models, "DistributedFairseqModel", distributed_model)
     wrap(FairseqOptimizer, "all_reduce_grads", all_reduce_grads)
     wrap(checkpoint_utils, "save_checkpoint", save_checkpoint)
+    wrap(checkpoint_utils, "load_checkpoint", last.around_load_checkpoint)
     for optimizer in (_FP16OptimizerMixin, _MemoryEfficientFP16OptimizerMixin, AMPOptimizer):
         wrap(optimizer, "backward", backward)
 

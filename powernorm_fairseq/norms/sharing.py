@@ -104,7 +104,7 @@ class SharedStatistics:
         names, values = [], []
         for name, norm in self.norms.items():
             for key, buffer in norm.named_buffers(recurse=False):
-                names += [f"{name}.{key}"] * buffer.numel()
+                names += [f"{name}.{key}".lstrip(".")] * buffer.numel()
                 values.append(buffer.reshape(-1).double())
         mine = torch.nan_to_num(torch.cat(values), nan=torch.finfo(torch.float64).max / 2)
         extremes = torch.cat([mine, -mine])

@@ -14,7 +14,7 @@ from typing import Any, Dict, List, Mapping, Tuple
 import torch
 from torch import Tensor
 
-from powernorm_fairseq.checkpoints.average import save_checkpoint
+from powernorm_fairseq.checkpoints.average import check_output, save_checkpoint
 from powernorm_fairseq.checkpoints.inspect import findings
 from powernorm_fairseq.processes import UserError
 
@@ -453,8 +453,7 @@ def main(args: argparse.Namespace) -> int:
     """Convert what the arguments name."""
     if args.output.exists() and args.output.samefile(args.checkpoint):
         raise UserError("--output is the checkpoint itself")
-    if not args.output.parent.is_dir():
-        raise UserError(f"there is no folder {args.output.parent}")
+    check_output(args.output)
     state, notes = convert_state(load_released(args.checkpoint))
     for note in notes:
         print(f"note: {note}")

@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 import torch
 from torch import Tensor
 
-from powernorm_fairseq.checkpoints.average import load_checkpoint
+from powernorm_fairseq.checkpoints.average import load_checkpoint, note_of
 from powernorm_fairseq.processes import UserError
 
 LOOKS_WRONG = 3
@@ -74,12 +74,13 @@ def averaged_statistics(state: Mapping[str, Any]) -> Optional[str]:
 
     fairseq's ``scripts/average_checkpoints.py`` averages every floating-point entry and keeps the rest of one file, and
     EMA decays them all: the counters of updates are then less than the run's number of updates, or no whole number.
+    Statistics that were measured anew for the averaged parameters are as they should be.
 
     Args:
         state: a fairseq checkpoint.
     """
     norms, updates = running_norms(state["model"]), run_updates(state)
-    if not norms or updates == 0:
+    if not norms or updates == 0 or "reestimated" in note_of(dict(state)):
         return None
     tracked = [counter(norm, "updates_tracked") for norm in norms.values() if "updates_tracked" in norm]
     skipped = [counter(norm, "updates_skipped") for norm in norms.values()]
@@ -96,7 +97,7 @@ def averaged_statistics(state: Mapping[str, Any]) -> Optional[str]:
             f"the running statistics were averaged or decayed like parameters (updates_tracked is {odd:g}, no whole "
             f"number). {advice}"
         )
-    if most < updates - max(skipped):
+    if most < updates - max(skipped) and not _layerdrop(state):
         return (
             f"the running statistics follow {most:g} of the run's {updates} updates: they were averaged or decayed "
             f"like parameters, or not tracked. {advice}"
@@ -118,7 +119,14 @@ def findings(state: Mapping[str, Any]) -> List[str]:
     said = [f"{_sites(sites)}: {text}" for text, sites in found.items()]
     averaged = averaged_statistics(state)
     disagreement = None if averaged else _disagreement(norms, state)
-    return [text for text in (averaged, disagreement) if text] + said
+    note = note_of(dict(state))
+    mean = None
+    if norms and len(note.get("averaged") or ()) > 1 and "reestimated" not in note:
+        mean = (
+            f"the running statistics are the mean of {len(note['averaged'])} checkpoints', and not those of the "
+            "averaged parameters; `powernorm_fairseq average ... --reestimate` measures them anew"
+        )
+    return [text for text in (averaged, disagreement, mean) if text] + said
 
 
 def _sites(sites: Sequence[str]) -> str:
@@ -139,13 +147,12 @@ def _disagreement(norms: Norms, state: Mapping[str, Any]) -> Optional[str]:
 
 
 def _layerdrop(state: Mapping[str, Any]) -> bool:
-    """Whether the run left out layers at random, so that norms have rightly seen different numbers of updates."""
-    cfg = state.get("cfg")
-    model = cfg.get("model") if cfg is not None else None
-    return model is not None and any(
-        (model.get(f"{stack}_layerdrop") if hasattr(model, "get") else getattr(model, f"{stack}_layerdrop", 0))
-        for stack in ("encoder", "decoder")
-    )
+    """Whether the run left out layers at random, so that norms have rightly seen fewer updates."""
+    cfg = state.get("cfg") or {}
+    model = cfg["model"] if "model" in cfg else None  # noqa: SIM401 - `get` of omegaconf 2.0 raises for missing keys
+    settings = vars(model) if isinstance(model, argparse.Namespace) else model or {}
+    names = ("encoder_layerdrop", "decoder_layerdrop")
+    return any(name in settings and settings[name] for name in names)
 
 
 def _findings_of(norm: Mapping[str, Tensor]) -> List[str]:
@@ -247,8 +254,8 @@ def compare(first: Mapping[str, Any], other: Mapping[str, Any]) -> Dict[str, Any
 
     Returns:
         ``only_first``, ``only_other``: keys; ``norms``: for each norm of both (and, as "everything else", all other
-        entries) whether it is ``equal`` to the bit, the largest ``absolute`` and ``relative`` difference of an element
-        (relative to the larger of both), and the entry ``where`` the largest relative difference is.
+        entries) whether it is ``equal`` to the bit; the largest ``absolute`` difference of an element, counters left
+        out, and the largest ``relative`` one, to the largest number of its entry; and the entry ``where`` that is.
     """
     one, two = first["model"], other["model"]
     sites = running_norms(one)
@@ -274,14 +281,18 @@ def _differ(row: Dict[str, Any], entry: str, one: Tensor, two: Tensor) -> None:
     if same_bits(one, two):
         return
     row["equal"] = False
+    row["where"] = row["where"] or entry
+    if entry in COUNTERS:
+        return
     absolute = relative = math.inf
     if one.shape == two.shape:
         a, b = one.double(), two.double()
         gap = torch.where(a == b, torch.zeros_like(a), (a - b).abs())
-        share = torch.where(gap == 0, gap, gap / torch.max(a.abs(), b.abs()))
-        absolute, relative = (float(torch.nan_to_num(part, nan=math.inf).max()) for part in (gap, share))
+        absolute = float(torch.nan_to_num(gap, nan=math.inf).max())
+        if math.isfinite(absolute):
+            relative = absolute / float(torch.max(a.abs(), b.abs()).max()) if absolute else 0.0
     row["absolute"] = max(row["absolute"], absolute)
-    if row["where"] is None or relative > row["relative"]:
+    if relative > row["relative"]:
         row["relative"], row["where"] = relative, entry
 
 
@@ -356,8 +367,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"Looks wrong: statistics, gains or biases that are not finite; psi^2 or var of 0, above {LARGEST_STATISTIC:g} "
         f"times or below {SMALLEST_STATISTIC:g} of the norm's median, or still at its initial value after updates; a "
         f"|gain| above {LARGEST_GAIN:g} times the median; statistics in half precision; updates skipped or bounded; "
-        "numbers of tracked updates that are no whole numbers, less than the run's, or different between norms (not "
-        "in runs with LayerDrop)."
+        "numbers of tracked updates that are no whole numbers, less than the run's, or different between norms (these "
+        "two not in runs with LayerDrop); averaged statistics that were not measured anew."
     )
 
 

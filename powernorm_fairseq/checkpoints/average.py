@@ -1,18 +1,30 @@
-"""``powernorm_fairseq average``: one model from the last checkpoints of a run."""
+"""``powernorm_fairseq average``: one model from the last checkpoints of a run.
+
+Parameters are averaged. So are running statistics, which then belong to no single model: ``--reestimate`` measures them
+anew, with the averaged parameters, on training batches.
+"""
 
 import argparse
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
 import torch
 
+from powernorm_fairseq.checkpoints import loading
 from powernorm_fairseq.norms import RunningNorm
 from powernorm_fairseq.processes import UserError
 
 # These count updates; a mean of counts means nothing.
 COUNTERS = (*RunningNorm.COUNTERS, "num_batches_tracked")
+
+# Training batches on which statistics are measured unless a number is given.
+BATCHES = 200
+
+# What is written about a checkpoint that was made from others, in its ``extra_state``.
+NOTE = "powernorm_fairseq"
 
 EPOCH = re.compile(r"checkpoint(\d+)\.pt$")
 UPDATE = re.compile(r"checkpoint_\d+_(\d+)\.pt$")
@@ -72,9 +84,18 @@ def average_states(states: Sequence[Dict[str, torch.Tensor]]) -> Dict[str, torch
 
 
 def average_checkpoints(paths: Sequence[Path], output: Path) -> None:
-    """Write the average of several checkpoints; the rest of the file (configuration, ...) is the last one's.
+    """Write the average of several checkpoints; the file appears whole or not at all.
 
-    The optimiser's state is left out, as an average cannot be trained on. The file appears whole or not at all.
+    Raises:
+        UserError: see :func:`averaged`.
+    """
+    save_checkpoint(averaged(paths), output)
+
+
+def averaged(paths: Sequence[Path]) -> Dict[str, Any]:
+    """The average of several checkpoints; what is not the model (configuration, ...) is the last one's.
+
+    The optimiser's state is left out, as an average cannot be trained on.
 
     Raises:
         UserError: a file is missing or is no checkpoint, or the models differ.
@@ -83,7 +104,17 @@ def average_checkpoints(paths: Sequence[Path], output: Path) -> None:
     state = dict(loaded[-1])
     state["model"] = average_states([one["model"] for one in loaded])
     state["last_optimizer_state"] = None
-    save_checkpoint(state, output)
+    return with_note(state, {"averaged": [path.name for path in paths]})
+
+
+def with_note(state: Dict[str, Any], note: Dict[str, Any]) -> Dict[str, Any]:
+    """A checkpoint with a note on how it was made."""
+    return {**state, "extra_state": {**(state.get("extra_state") or {}), NOTE: note}}
+
+
+def note_of(state: Dict[str, Any]) -> Dict[str, Any]:
+    """The note on how a checkpoint was made: ``averaged`` and ``reestimated`` where that was done, else empty."""
+    return dict((state.get("extra_state") or {}).get(NOTE) or {})
 
 
 def load_checkpoint(path: Path) -> Dict[str, Any]:
@@ -97,12 +128,21 @@ def load_checkpoint(path: Path) -> Dict[str, Any]:
     if not path.is_file():
         raise UserError(f"no checkpoint {path}")
     try:
-        state = checkpoint_utils.load_checkpoint_to_cpu(str(path))
+        with loading.without_warnings():
+            state = checkpoint_utils.load_checkpoint_to_cpu(str(path))
     except Exception as error:  # torch raises whatever the bytes happen to lead to
         raise UserError(f"{path} cannot be read as a checkpoint: {error}") from error
     if not isinstance(state, dict) or "model" not in state:
         raise UserError(f"{path} is no fairseq checkpoint: it has no model")
     return state
+
+
+def check_output(output: Path) -> None:
+    """Find out early that a file cannot be written (UserError)."""
+    if not output.parent.is_dir():
+        raise UserError(f"no folder {output.parent}")
+    if output.is_dir():
+        raise UserError(f"{output} is a folder; give the name of a file")
 
 
 def save_checkpoint(state: Dict[str, Any], output: Path) -> None:
@@ -113,8 +153,13 @@ def save_checkpoint(state: Dict[str, Any], output: Path) -> None:
         # As fairseq saves it: plain types, which torch loads without trusting the file.
         state = {**state, "cfg": OmegaConf.to_container(state["cfg"], resolve=True, enum_to_str=True)}
     partial = output.with_name(output.name + ".partial")
-    torch.save(state, partial)
-    os.replace(partial, output)
+    try:
+        torch.save(state, partial)
+        os.replace(partial, output)
+    except BaseException:
+        if partial.exists():
+            partial.unlink()
+        raise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,13 +168,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--last", type=int, default=5, help="how many of its last checkpoints (%(default)s)")
     parser.add_argument("--inputs", type=Path, nargs="+", help="instead of --folder: the checkpoints, oldest first")
     parser.add_argument("--output", type=Path, required=True, help="file to write")
+    reestimate = parser.add_argument_group("running statistics (power, power_v, batch)")
+    reestimate.add_argument(
+        "--reestimate",
+        type=int,
+        nargs="?",
+        const=BATCHES,
+        metavar="N",
+        help="measure them anew on N training batches, %(const)s unless given, with the averaged parameters",
+    )
+    add_measuring(reestimate)
+
+
+def add_measuring(parser: Any) -> None:
+    """The arguments that say on what statistics are measured."""
+    parser.add_argument("--data", help="binarised text, instead of the task.data of the checkpoint's config")
+    parser.add_argument("--max-tokens", type=int, help="tokens in a batch, instead of the run's size of a batch")
+    parser.add_argument("--seed", type=int, default=1, help="of shuffling and dropout (%(default)s)")
 
 
 def main(args: argparse.Namespace) -> int:
     """Average what the arguments name."""
+    from powernorm_fairseq.checkpoints.reestimate import check_batches, reestimate
+
     if (args.folder is None) == (args.inputs is None):
         raise UserError("give either --folder or --inputs")
+    check_output(args.output)
+    if args.reestimate is not None:
+        check_batches(args.reestimate, args.max_tokens)
     paths = args.inputs or last_checkpoints(args.folder, args.last)
-    average_checkpoints(paths, args.output)
-    print(f"{args.output}: the mean of {', '.join(path.name for path in paths)}")
+    state = averaged(paths)
+    words = f"the mean of {', '.join(path.name for path in paths)}"
+    if args.reestimate is not None:
+        state = reestimate(
+            state, paths[-1], args.reestimate, data=args.data, max_tokens=args.max_tokens, seed=args.seed, say=to_stderr
+        )
+        done = note_of(state).get("reestimated")
+        words += f", statistics measured on {done['batches']} batches" if done else ""
+    elif len(paths) > 1 and any(key.endswith((".running_psi_sq", ".running_var")) for key in state["model"]):
+        to_stderr(
+            "warning: the running statistics are the mean of those of the checkpoints, which is not what the averaged "
+            "parameters give; --reestimate measures them anew"
+        )
+    save_checkpoint(state, args.output)
+    print(f"{args.output}: {words}")
     return 0
+
+
+def to_stderr(words: str) -> None:
+    """Prints a line of progress or a warning."""
+    print(words, file=sys.stderr, flush=True)

@@ -24,8 +24,13 @@ class Meter:
 
     @property
     def tokens(self) -> Dict[str, int]:
-        """Real tokens measured at each norm so far; batches with a sum that is not finite are left out."""
+        """Real tokens measured at each norm so far."""
         return {name: 0 if norm.tally is None else int(norm.tally[1]) for name, norm in self.norms.items()}
+
+    @property
+    def dropped(self) -> Dict[str, int]:
+        """Batches left out at each norm so far, since a sum was not finite."""
+        return {name: 0 if norm.tally is None else int(norm.tally[0]) for name, norm in self.norms.items()}
 
     @torch.no_grad()
     def assign(self) -> None:
@@ -34,11 +39,15 @@ class Meter:
         nu, which only training uses, and the counters stay.
 
         Raises:
-            ValueError: a norm has seen no token; nothing is changed then.
+            ValueError: a norm has seen no token, or none in a batch with finite sums; nothing is changed then.
         """
-        silent = [name for name, count in self.tokens.items() if count == 0]
-        if silent:
-            raise ValueError(f"no tokens were measured at {', '.join(silent)}: run training batches through the model")
+        silent, dropped = [name for name, count in self.tokens.items() if count == 0], self.dropped
+        for names, words in (
+            ([name for name in silent if dropped[name]], "no batch with finite activations was measured at"),
+            (silent, "no tokens were measured at"),
+        ):
+            if names:
+                raise ValueError(f"{words} {', '.join(names)}: run training batches through the model in training mode")
         for norm in self.norms.values():
             if norm.tally is not None:
                 norm.assign(norm.tally[1], *norm.tally[2:].view(-1, norm.dim))
@@ -49,12 +58,19 @@ def measuring(model: nn.Module) -> Iterator[Meter]:
     """Within this context forward passes in training mode are measured instead of changing the running statistics.
 
     Each batch is normalised by its own statistics; no backward pass is needed, and none may be run. Nothing changes
-    until :meth:`Meter.assign`.
+    until :meth:`Meter.assign`. With several workers each measures its own batches. Norms that are in evaluation mode
+    normalise as always and measure nothing.
+
+    Raises:
+        RuntimeError: a norm is being measured already.
     """
     meter = Meter(model)
+    busy = [name for name, norm in meter.norms.items() if norm.measuring]
+    if busy:
+        raise RuntimeError(f"being measured already: {', '.join(busy)}")
     for norm in meter.norms.values():
         norm.commit()
-        norm.measuring = True
+        norm.measuring, norm.tally = True, None
     try:
         yield meter
     finally:

@@ -1,0 +1,38 @@
+"""A warning when fairseq loads a checkpoint whose running statistics were averaged like parameters.
+
+fairseq's ``scripts/average_checkpoints.py`` averages everything that is floating point, statistics and counters too.
+The result loads and works, but evaluation then uses statistics of no single model.
+"""
+
+import logging
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator, Set
+
+logger = logging.getLogger(__name__)
+
+_warned: Set[str] = set()
+_silent = False
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """For this package's own commands, which speak for themselves."""
+    global _silent
+    before, _silent = _silent, True
+    try:
+        yield
+    finally:
+        _silent = before
+
+
+def around_load_checkpoint_to_cpu(original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``fairseq.checkpoint_utils.load_checkpoint_to_cpu``: warns of averaged statistics, once for each file."""
+    from powernorm_fairseq.checkpoints.inspect import averaged_statistics
+
+    state = original(path, *args, **kwargs)
+    if not _silent and str(path) not in _warned and isinstance(state, dict) and isinstance(state.get("model"), dict):
+        warning = averaged_statistics(state)
+        if warning:
+            _warned.add(str(path))
+            logger.warning("%s: %s", path, warning)
+    return state

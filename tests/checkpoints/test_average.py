@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from powernorm_fairseq.__main__ import main
+from powernorm_fairseq.checkpoints import loading
 from powernorm_fairseq.checkpoints.average import (
     average_checkpoints,
     average_states,
     last_checkpoints,
     load_checkpoint,
+    note_of,
     save_checkpoint,
 )
 from powernorm_fairseq.experiment.floor import save_untrained
@@ -44,6 +46,7 @@ def checkpoints(language_model_data, tmp_path_factory):
                 value.fill_(100 * number)
             if key.endswith("updates_skipped"):
                 value.fill_(number)
+        state["optimizer_history"][-1]["num_updates"] = 101 * number
         save_checkpoint(state, path)
     return folder
 
@@ -92,10 +95,7 @@ def test_one_checkpoint_averages_to_itself(checkpoints, tmp_path):
 
 def test_fairseq_validates_an_averaged_checkpoint(checkpoints, language_model_data, tmp_path):
     average_checkpoints(last_checkpoints(checkpoints, 2), tmp_path / "mean.pt")
-    in_this_process(
-        "fairseq-validate", language_model_data, "--path", tmp_path / "mean.pt", "--task", "language_modeling",
-        "--tokens-per-sample", 128, "--batch-size", 16, "--cpu", "--valid-subset", "valid", "--num-workers", 0,
-    )  # fmt: skip
+    validate(tmp_path / "mean.pt", language_model_data)
 
 
 def test_checkpoints_by_update_come_before_those_by_epoch(tmp_path):
@@ -138,3 +138,71 @@ def test_the_command(checkpoints, tmp_path, capsys):
     assert load_checkpoint(output)["last_optimizer_state"] is None
     assert main(["average", "--output", str(output)]) == 1
     assert "either --folder or --inputs" in capsys.readouterr().err
+
+
+def average_as_fairseq(paths, output):
+    """What ``scripts/average_checkpoints.py`` of fairseq's repository makes of checkpoints, which no wheel contains.
+
+    Every entry of the model is averaged, in single precision where it was in half; all else is the first file's, and
+    the script is given the newest first.
+    """
+    states = [torch.load(path, map_location="cpu") for path in paths]
+    result, model = states[0], {}
+    for key, value in states[0]["model"].items():
+        total = sum(
+            state["model"][key].float() if value.dtype == torch.float16 else state["model"][key] for state in states
+        )
+        model[key] = total / len(states) if total.is_floating_point() else total // len(states)
+    result["model"] = model
+    torch.save(result, output)
+
+
+def validate(path, data):
+    in_this_process(
+        "fairseq-validate", data, "--path", path, "--task", "language_modeling", "--tokens-per-sample", 128,
+        "--batch-size", 16, "--cpu", "--valid-subset", "valid", "--num-workers", 0,
+    )  # fmt: skip
+
+
+def test_an_average_of_fairseqs_own_script_loads_and_is_warned_of(
+    checkpoints, language_model_data, tmp_path, monkeypatch
+):
+    """Trap 19: the script averages statistics and counters too; the result works, and a warning says what it is."""
+    from fairseq import checkpoint_utils
+
+    original = checkpoint_utils.load_checkpoint_to_cpu
+
+    def load(*args, **kwargs):
+        return loading.around_load_checkpoint_to_cpu(original, *args, **kwargs)
+
+    monkeypatch.setattr(checkpoint_utils, "load_checkpoint_to_cpu", load)
+    monkeypatch.setattr(loading, "_warned", set())
+    said = []  # fairseq's programs set up logging anew
+    monkeypatch.setattr(loading.logger, "warning", lambda text, *args: said.append(text % args))
+    path = tmp_path / "script.pt"
+    average_as_fairseq([checkpoints / f"checkpoint{number}.pt" for number in (3, 2)], path)
+    for _ in range(2):
+        validate(path, language_model_data)
+    assert len(said) == 1 and said[0].startswith(f"{path}: ") and "--reestimate" in said[0]
+    validate(checkpoints / "checkpoint3.pt", language_model_data)
+    # Our own commands speak for themselves.
+    assert main(["reestimate", str(path), "--output", str(tmp_path / "mended.pt"), "--batches", "2"]) == 0
+    validate(tmp_path / "mended.pt", language_model_data)
+    assert len(said) == 1
+
+
+def test_what_is_no_checkpoint_of_a_model_is_handed_on():
+    for state in (None, {}, {"model": None}, [1]):
+        assert loading.around_load_checkpoint_to_cpu(lambda path, state=state: state, "x.pt") is state
+
+
+def test_averaged_statistics_without_reestimation_are_warned_of(checkpoints, tmp_path, capsys):
+    output = tmp_path / "mean.pt"
+    inputs = [str(checkpoints / f"checkpoint{number}.pt") for number in (2, 3)]
+    assert main(["average", "--inputs", *inputs, "--output", str(output)]) == 0
+    assert "warning: the running statistics are the mean" in capsys.readouterr().err
+    assert note_of(load_checkpoint(output)) == {"averaged": ["checkpoint2.pt", "checkpoint3.pt"]}
+    assert main(["average", "--inputs", inputs[0], "--output", str(output)]) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert main(["average", "--inputs", *inputs, "--output", str(tmp_path / "no" / "mean.pt")]) == 1
+    assert "no folder" in capsys.readouterr().err

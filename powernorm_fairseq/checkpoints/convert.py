@@ -196,7 +196,6 @@ def model_fields(args: argparse.Namespace) -> Dict[str, Any]:
         fields["share_decoder_input_output_embed"] = True
     cutoff = getattr(args, "adaptive_softmax_cutoff", None)
     fields["adaptive_softmax_cutoff"] = _numbers(cutoff) if cutoff else None
-    fields.update(dict.fromkeys(EMPTIED[:4]))
     fields.update(_norm_fields(args, names, fields))
     return fields
 
@@ -451,7 +450,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Convert what the arguments name."""
-    if args.output.exists() and args.output.samefile(args.checkpoint):
+    if args.output.resolve() == args.checkpoint.resolve():
         raise UserError("--output is the checkpoint itself")
     check_output(args.output)
     state, notes = convert_state(load_released(args.checkpoint))

@@ -165,13 +165,13 @@ def _findings_of(norm: Mapping[str, Tensor]) -> List[str]:
     if half:
         found.append(f"kept in half precision: {', '.join(half)}")
     for name in (*STATISTICS, "weight", "bias"):
-        if name in norm and not bool(torch.isfinite(norm[name]).all()):
-            bad = int((~torch.isfinite(norm[name])).sum())
+        bad = int((~torch.isfinite(norm[name].double())).sum()) if name in norm else 0
+        if bad:
             found.append(f"{name} is not finite in {bad} of {norm[name].numel()} channels")
     tracked, skipped, bounded = (counter(norm, name) for name in COUNTERS)
     if tracked > 0 and _initial(norm):
         found.append(f"statistics are at their initial values, though {tracked:g} updates were counted")
-    elif "running_nu" in norm and tracked > 0 and not bool(norm["running_nu"].any()):
+    elif "running_nu" in norm and tracked > 0 and not bool(norm["running_nu"].double().any()):
         found.append(f"running_nu is 0 everywhere, though {tracked:g} updates were counted")
     found += _scale_findings(scale_of(norm), label)
     if skipped > 0:
@@ -191,7 +191,7 @@ def _findings_of(norm: Mapping[str, Tensor]) -> List[str]:
 
 
 def _initial(norm: Mapping[str, Tensor]) -> bool:
-    moved = "running_mean" in norm and bool(norm["running_mean"].any())
+    moved = "running_mean" in norm and bool(norm["running_mean"].double().any())
     return not moved and bool((scale_of(norm) == 1).all())
 
 

@@ -3,6 +3,7 @@
 import math
 import os
 from argparse import Namespace
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -54,6 +55,22 @@ def options(norms=PUBLISHED, **more):
     flags.update(max_tokens=4096, max_sentences=None, max_sentences_valid=None, max_tokens_valid=4096)
     flags.update(ddp_backend="no_c10d", early_stop=5, keep_last_epochs=5, save_dir="log/it's [here]", seed=1)
     flags.update(user_dir="/gone/plugin", fp16=False, sentence_avg=False, log_interval=50, max_update=0)
+    # And what the fork's parser leaves in each checkpoint.
+    flags.update(
+        no_progress_bar=True, log_format="simple", tensorboard_logdir="", cpu=False, memory_efficient_fp16=False
+    )
+    flags.update(fp16_init_scale=128, fp16_scale_window=None, fp16_scale_tolerance=0.0, min_loss_scale=1e-4)
+    flags.update(threshold_loss_scale=None, empty_cache_freq=0, tokenizer=None, bpe=None, num_workers=1)
+    flags.update(skip_invalid_size_inputs_valid_test=False, required_batch_size_multiple=8, dataset_impl=None)
+    flags.update(train_subset="train", valid_subset="valid", validate_interval=1, fixed_validation_seed=None)
+    flags.update(disable_validation=False, curriculum=0, distributed_world_size=4, distributed_rank=0, device_id=0)
+    flags.update(distributed_backend="nccl", distributed_init_method="tcp://localhost:17000", distributed_port=-1)
+    flags.update(distributed_no_spawn=False, bucket_cap_mb=25, fix_batches_to_gpus=False, fast_stat_sync=False)
+    flags.update(find_unused_parameters=False, max_epoch=0, use_bmuf=False, restore_file="checkpoint_last.pt")
+    flags.update(reset_dataloader=False, reset_lr_scheduler=False, reset_meters=False, reset_optimizer=False)
+    flags.update(optimizer_overrides="{}", save_interval=1, save_interval_updates=10000, keep_interval_updates=20)
+    flags.update(no_save=False, no_epoch_checkpoints=False, no_last_checkpoints=False, no_save_optimizer_state=False)
+    flags.update(best_checkpoint_metric="loss", maximize_best_checkpoint_metric=False, load_alignments=False)
     return Namespace(**{**both, **flags, **more})
 
 
@@ -72,7 +89,8 @@ def norm_entries(name, rand):
 def weights(args, words, target_words=None):
     """A state dict in the fork's layout, with random numbers."""
     generator = torch.Generator().manual_seed(5)
-    state = {}
+    state = OrderedDict()
+    state._metadata = OrderedDict({"": {"version": 1}})  # torch's
 
     def rand(*shape):
         return torch.rand(*shape, generator=generator)
@@ -381,6 +399,16 @@ def test_the_warmup_of_a_final_decoder_powernorm_and_a_criterion_are_noted():
     notes = convert_state(checkpoint(options(["power"] * 4, criterion="label_smoothed_cross_entropy_with_reg")))[1]
     assert len(notes) == 2
     assert "criterion is label_smoothed_cross_entropy:" in notes[0] and "warm-up of 1000" in notes[1]
+
+
+def test_averaged_statistics_are_noted():
+    """The fork's averaging script averages the counters too."""
+    old = checkpoint(options())
+    for key, value in old["model"].items():
+        if key.endswith("iters"):
+            value.fill_(280)
+    notes = convert_state(old)[1]
+    assert len(notes) == 1 and "follow 280 of the run's 321 updates" in notes[0]
 
 
 def test_statistics_that_are_not_finite_are_noted():

@@ -221,14 +221,12 @@ def test_the_first_of_two_workers_mends_and_the_other_waits(fails, tmp_path, mon
 
 
 @pytest.fixture
-def installed(monkeypatch):
-    """fairseq with its loading wrapped, as it is when the plugin has been imported."""
+def plugin(monkeypatch):
+    """fairseq as the plugin leaves it, in the state of a new process."""
     checkpoint_utils = pytest.importorskip("fairseq.checkpoint_utils")
-    original = checkpoint_utils.load_checkpoint
-    monkeypatch.setattr(
-        checkpoint_utils, "load_checkpoint", lambda *args, **kwargs: around_load_checkpoint(original, *args, **kwargs)
-    )
-    monkeypatch.delattr(checkpoint_utils.save_checkpoint, "best", raising=False)  # of another run in this process
+    import powernorm_fairseq  # noqa: F401
+
+    monkeypatch.delattr(checkpoint_utils.save_checkpoint, "best", raising=False)
 
 
 def flags(data, folder, updates):
@@ -238,7 +236,7 @@ def flags(data, folder, updates):
 
 
 @pytest.mark.slow
-def test_fairseq_train_continues_from_the_one_before(installed, translation_data, tmp_path, monkeypatch, caplog):
+def test_fairseq_train_continues_from_the_one_before(plugin, translation_data, tmp_path, monkeypatch, caplog):
     """Trap 20: killed while fairseq copied the checkpoint of update 5."""
     from fairseq.trainer import Trainer
 
@@ -265,7 +263,7 @@ def test_fairseq_train_continues_from_the_one_before(installed, translation_data
 
 
 @pytest.mark.slow
-def test_fairseq_train_starts_anew_where_the_last_is_missing(installed, translation_data, tmp_path, caplog):
+def test_fairseq_train_starts_anew_where_the_last_is_missing(plugin, translation_data, tmp_path, caplog):
     checkpoint(tmp_path / "checkpoint_1_2.pt", 2)
     with caplog.at_level(logging.WARNING):
         in_this_process("fairseq-train", *flags(translation_data, tmp_path, 1))

@@ -1,8 +1,4 @@
-"""A warning when fairseq loads a checkpoint whose running statistics were averaged like parameters.
-
-fairseq's ``scripts/average_checkpoints.py`` averages everything that is floating point, statistics and counters too.
-The result loads and works, but evaluation then uses statistics of no single model.
-"""
+"""What is put around fairseq's functions that load a state: a warning, and a mend for the shadow model of an EMA."""
 
 import logging
 from contextlib import contextmanager
@@ -26,7 +22,11 @@ def without_warnings() -> Iterator[None]:
 
 
 def around_load_checkpoint_to_cpu(original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``fairseq.checkpoint_utils.load_checkpoint_to_cpu``: warns of averaged statistics, once for each file."""
+    """Around ``fairseq.checkpoint_utils.load_checkpoint_to_cpu``: warns of averaged statistics, once for each file.
+
+    fairseq's ``scripts/average_checkpoints.py`` averages all that is floating point, statistics and counters too. The
+    result loads and works, but evaluation then uses statistics of no single model.
+    """
     from powernorm_fairseq.checkpoints.inspect import averaged_statistics
 
     state = original(path, *args, **kwargs)
@@ -36,3 +36,13 @@ def around_load_checkpoint_to_cpu(original: Callable[..., Any], path: Any, *args
             _warned.add(str(path))
             logger.warning("%s: %s", path, warning)
     return state
+
+
+def around_ema_restore(original: Callable[..., Any], ema: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``EMA.restore``, which each update calls: the shadow model keeps its final norms.
+
+    fairseq leaves a model's ``version`` out of what it restores. A state without version is taken for one of an old
+    model without final norms, so the shadow of a pre-norm Transformer silently loses its own, whichever norm it is.
+    """
+    versions = {key: value for key, value in ema.model.state_dict().items() if key.endswith("version")}
+    return original(ema, {**versions, **state_dict}, *args, **kwargs)

@@ -66,7 +66,7 @@ def reestimate(
     """
     check_batches(batches, max_tokens)
     state = {**state, "last_optimizer_state": None}
-    if not any(key.rpartition(".")[2] in STATISTICS for key in state["model"]):
+    if not any(map(is_statistic, state["model"])):
         say("no norm with running statistics: there is nothing to re-estimate")
         return state
     cuda = torch.cuda.is_available()
@@ -83,9 +83,9 @@ def reestimate(
             for buffer, value in norm.named_buffers()
             if buffer in STATISTICS
         }
-    odd = sorted(set(measured) - set(state["model"]))
+    odd = sorted(set(measured) ^ {key for key in state["model"] if is_statistic(key)})
     if odd:
-        raise UserError(f"{source} has no {', '.join(odd[:5])}")
+        raise UserError(f"only one of {source} and the model built from it has {_listed(odd)}")
     note = {"sources": [source.name], "subset": cfg.dataset.train_subset, "seed": seed, "max_tokens": max_tokens}
     before = note_of(state)
     if "averaged" in before:
@@ -94,6 +94,11 @@ def reestimate(
     kept = state["model"].copy()
     kept.update(measured)
     return with_note({**state, "model": kept}, {**before, "reestimated": {**done, **note}})
+
+
+def is_statistic(key: str) -> bool:
+    """Whether an entry of a model is a running statistic that evaluation uses."""
+    return key.rpartition(".")[2] in STATISTICS
 
 
 def check_batches(batches: int, max_tokens: Optional[int]) -> None:
@@ -198,7 +203,7 @@ def _listed(names: List[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-def shadow_of(state: Dict[str, Any], source: Path) -> Dict[str, Any]:
+def shadow_of(state: Dict[str, Any], source: Path, say: Say = to_stderr) -> Dict[str, Any]:
     """A checkpoint whose model is the shadow model that ``--store-ema`` saves.
 
     Raises:
@@ -209,9 +214,12 @@ def shadow_of(state: Dict[str, Any], source: Path) -> Dict[str, Any]:
     extra.pop("ema_fp32_params", None)
     if not shadow:
         raise UserError(f"{source} has no shadow model: it was not trained with --store-ema")
-    # What is no state of the EMA, such as a version, is the model's.
     model = state["model"].copy()
-    model.update(shadow)
+    # A shadow without the plugin has lost its final norms, and has a version that says so: see around_ema_restore.
+    missing = sorted(key for key in model if key not in shadow)
+    if missing:
+        say(f"warning: the shadow model has no {_listed(missing)}; the model's own are taken")
+    model.update((key, value) for key, value in shadow.items() if not key.endswith("version"))
     return with_note({**state, "model": model, "extra_state": extra}, {**note_of(state), "ema": True})
 
 

@@ -118,6 +118,8 @@ class Scoring:
         subsets: what is scored, the last being the one that is reported first.
         average: how many of the last checkpoints are averaged; 0: none, the one named by ``checkpoint`` is scored.
         checkpoint: ``best`` (lowest validation loss) or ``last``.
+        reestimate: on how many training batches running statistics are measured anew for the checkpoint that is scored,
+            average or not; 0: they stay as they are.
         reference: BLEU: file of the references, as people write them, in the data folder; ``{subset}`` and ``{target}``
             are filled in.
         lowercase: BLEU: ignore case, for text that was lower-cased in preparation.
@@ -130,6 +132,7 @@ class Scoring:
     subsets: List[str] = field(default_factory=lambda: ["valid", "test"])
     average: int = 0
     checkpoint: str = "best"
+    reestimate: int = 0
     reference: str = "reference.{subset}.{target}"
     lowercase: bool = False
     post_process: str = "subword_nmt"
@@ -155,6 +158,8 @@ def scoring_of(config: Config) -> Scoring:
     ):
         if value not in allowed:
             raise UserError(f"scoring.{name} is {value!r}, and must be one of {', '.join(allowed)}")
+    if not isinstance(scoring.reestimate, int) or scoring.reestimate < 0:
+        raise UserError(f"scoring.reestimate is {scoring.reestimate!r}, and must be a number of batches, or 0")
     if not scoring.subsets:
         raise UserError("scoring.subsets is empty")
     return scoring

@@ -1,4 +1,4 @@
-"""``powernorm_fairseq run``: train, average, decode and score what one YAML describes.
+"""``powernorm_fairseq run``: train, average, re-estimate statistics, decode and score what one YAML describes.
 
 Every stage leaves a file that is whole or absent, and is skipped when it is there; an interrupted training goes on
 from its last checkpoint. A folder belongs to one config.
@@ -13,8 +13,15 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Optional, Tuple
 
-from powernorm_fairseq.checkpoints.average import average_checkpoints, last_checkpoints, load_checkpoint
+from powernorm_fairseq.checkpoints.average import (
+    average_checkpoints,
+    last_checkpoints,
+    load_checkpoint,
+    note_of,
+    save_checkpoint,
+)
 from powernorm_fairseq.checkpoints.last import mend_last_checkpoint
+from powernorm_fairseq.checkpoints.reestimate import is_statistic, reestimate
 from powernorm_fairseq.experiment import record
 from powernorm_fairseq.experiment.config import (
     Config,
@@ -64,6 +71,7 @@ def run(config: Config, folder: Path, *, norm: str = "", threads: int = 1, say: 
             return finished
         training = train(config, folder, threads, say)
         checkpoint = final_checkpoint(config, folder, say)
+        checkpoint, measured = with_new_statistics(config, folder, checkpoint, threads, say)
         scores = score(config, folder, checkpoint, threads, say)
         result = {
             "kind": scoring_of(config).metric,
@@ -71,6 +79,7 @@ def run(config: Config, folder: Path, *, norm: str = "", threads: int = 1, say: 
             "model": config["model"]["_name"],
             "task": config["task"]["_name"],
             "checkpoint": checkpoint.name,
+            "reestimated": measured,
             "scores": scores,
             "reported": scoring_of(config).subsets[-1],
             "training": training,
@@ -160,6 +169,36 @@ def final_checkpoint(config: Config, folder: Path, say: Say) -> Path:
         average_checkpoints(last_checkpoints(checkpoints, scoring.average), averaged)
         say(f"averaged the last {scoring.average} checkpoints")
     return averaged
+
+
+def with_new_statistics(
+    config: Config, folder: Path, checkpoint: Path, threads: int, say: Say
+) -> Tuple[Path, Optional[Dict[str, Any]]]:
+    """The checkpoint with statistics measured anew, and on what; as it is where the config or the model has none.
+
+    Kept as ``checkpoints/reestimated.pt``.
+    """
+    import torch
+
+    batches, output = scoring_of(config).reestimate, folder / "checkpoints" / "reestimated.pt"
+    if not batches:
+        return checkpoint, None
+    if not output.exists():
+        state = load_checkpoint(checkpoint)
+        if not any(map(is_statistic, state["model"])):
+            return checkpoint, None
+        say(f"measuring statistics on {batches} training batches")
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        seed = config.get("common", {}).get("seed", 1)
+        try:
+            state = reestimate(state, checkpoint, batches, data=config["task"]["data"], seed=seed, say=say)
+        finally:
+            torch.set_num_threads(before)
+        save_checkpoint(state, output)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return output, note_of(load_checkpoint(output))["reestimated"]
 
 
 def score(config: Config, folder: Path, checkpoint: Path, threads: int, say: Say) -> Dict[str, Dict[str, Any]]:

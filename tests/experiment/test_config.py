@@ -223,3 +223,12 @@ def test_scoring_a_language_model_takes_its_window(tmp_path):
 def test_defaults_of_scoring():
     scoring = scoring_of({"task": {}, "model": {}})
     assert (scoring.metric, scoring.average, scoring.subsets) == ("bleu", 0, ["valid", "test"])
+    assert scoring.reestimate == 0
+
+
+@pytest.mark.parametrize("value", ["-1", "all", "0.5"])
+def test_statistics_are_measured_on_a_number_of_batches(value):
+    config = override(load_config(MT), ["scoring.reestimate=200"])
+    assert scoring_of(config).reestimate == 200
+    with pytest.raises(UserError, match=r"scoring\.reestimate is .* must be a number of batches, or 0"):
+        scoring_of(override(config, [f"scoring.reestimate={value}"]))

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from powernorm_fairseq.checkpoints.average import load_checkpoint
 from powernorm_fairseq.experiment import record, run
 from powernorm_fairseq.experiment.config import dump, load_config, override, train_arguments, with_norm
+from powernorm_fairseq.experiment.floor import save_untrained
 from powernorm_fairseq.processes import PACKAGE, UserError, differences, environment, own_program
 from tests.commands import ROOT, checked, in_this_process
 
@@ -60,7 +61,8 @@ def small(language_model_data):
     assignments = [
         "optimization.max_update=120", "checkpoint.save_interval_updates=20", "common.log_interval=10",
         "dataset.batch_size=4", "task.tokens_per_sample=32", "scoring.tokens_per_sample=32", "eval_lm.context_window=8",
-        "scoring.subsets=[test]", "lr_scheduler.warmup_updates=30", f"task.data={language_model_data}",
+        "scoring.subsets=[test]", "scoring.reestimate=3", "lr_scheduler.warmup_updates=30",
+        f"task.data={language_model_data}",
     ]  # fmt: skip
     return override(with_norm(load_config(LM), "power"), assignments)
 
@@ -98,6 +100,8 @@ def test_killed_and_started_again_is_the_run_that_was_never_interrupted(small, t
     assert "training goes on" in said
     assert result["training"]["updates"] == 120
     assert 1 < result["scores"]["test"]["perplexity"] < math.inf
+    assert result["checkpoint"] == "reestimated.pt" and result["reestimated"]["batches"] == 3
+    assert result["reestimated"]["sources"] == ["checkpoint_best.pt"]
     assert {"seed", "versions", "hardware", "command", "git_commit", "config"} <= set(result)
 
     whole = run.placed(small, tmp_path / "whole")
@@ -113,6 +117,27 @@ def test_killed_and_started_again_is_the_run_that_was_never_interrupted(small, t
     assert run.run(small, folder, norm="power", threads=1, say=said.append) == result
     assert said[-1] == "finished before"
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*.pt")}
+
+
+def test_statistics_are_measured_once_and_where_there_are_any(small, tmp_path):
+    said = []
+    for norm, has_some in (("power", True), ("layer", False)):
+        folder = tmp_path / norm
+        config = override(small, [f"model._name=transformer_lm_{'pn' if has_some else 'norm'}_tiny"])
+        config = run.placed(config, folder)
+        (folder / "checkpoints").mkdir(parents=True)
+        checkpoint = folder / "checkpoints" / "checkpoint_best.pt"
+        save_untrained(config, checkpoint)
+        path, note = run.with_new_statistics(config, folder, checkpoint, 1, said.append)
+        assert path == (folder / "checkpoints" / "reestimated.pt" if has_some else checkpoint)
+        assert path.exists() and has_some == (note is not None)
+        off = override(config, ["scoring.reestimate=0"])
+        assert run.with_new_statistics(off, folder, checkpoint, 1, said.append) == (checkpoint, None)
+        if has_some:
+            checkpoint.unlink()  # not needed again
+            spoken = len(said)
+            assert run.with_new_statistics(config, folder, checkpoint, 1, said.append) == (path, note)
+            assert len(said) == spoken > 0 and note["seed"] == 1
 
 
 def test_a_failing_program_shows_the_end_of_its_log(small, tmp_path, monkeypatch):

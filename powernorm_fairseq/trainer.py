@@ -145,6 +145,7 @@ def save_checkpoint(original: Original, cfg: Any, trainer: Any, *args: Any, **kw
     differences = shared.differences() if shared is not None else []
     if differences:
         crash = os.path.join(cfg.save_dir, "crash.pt")
+        trainer.consolidate_optimizer()
         trainer.save_checkpoint(crash, {})
         listed = "\n  ".join(differences[:10])
         raise RuntimeError(

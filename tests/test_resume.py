@@ -4,14 +4,13 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from powernorm_fairseq.norms import NORMS
-from tests.commands import PLUGIN, ROOT
+from tests.commands import PLUGIN
+from tests.forked import run_plan
 
 pytest.importorskip("fairseq")
 pytestmark = pytest.mark.slow
@@ -38,20 +37,18 @@ def flags(task, data):
     return [str(flag) for flag in common]
 
 
-def run_forked(plan, folder, timeout=300):
-    """All runs of a plan, one after the other; whatever is left of them is killed at the end."""
-    (folder / "plan.json").write_text(json.dumps(plan))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.forked_runs", str(folder / "plan.json")], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output[-6000:]
+def killed_inside_an_update():
+    """Kill -9 when all gradients and statistics are gathered, and nothing of them is in the parameters yet."""
+    from fairseq.trainer import Trainer
+
+    clip_grad_norm = Trainer.clip_grad_norm
+
+    def killed(self, *args, **kwargs):
+        if self.get_num_updates() == KILLED_AFTER:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return clip_grad_norm(self, *args, **kwargs)
+
+    Trainer.clip_grad_norm = killed
 
 
 def logged(log):
@@ -115,9 +112,9 @@ def test_killed_and_continued_is_uninterrupted(translation_data, language_model_
     plan = []
     for task, norms in TASKS.items():
         data = translation_data if task == "translation" else language_model_data
-        runs = [run for norm in norms for run in runs_of(norm, tmp_path / f"{task}-{norm}")]
-        plan.append({"args": flags(task, data), "runs": runs})
-    run_forked(plan, tmp_path)
+        args = flags(task, data)
+        plan += [{"args": args, **run} for norm in norms for run in runs_of(norm, tmp_path / f"{task}-{norm}")]
+    run_plan(plan, tmp_path)
     found = {
         f"{task} {norm}": differences_of(norm, tmp_path / f"{task}-{norm}")
         for task, norms in TASKS.items()
@@ -130,15 +127,12 @@ def runs_of(norm, folder):
     """A run that nothing happens to, one that is killed, and the killed one started again."""
     folder.mkdir()
     runs = []
-    for name, save_dir, kill in (
-        ("whole", "whole", None),
-        ("killed", "rest", KILLED_AFTER),
-        ("continued", "rest", None),
-    ):
+    for name, save_dir in (("whole", "whole"), ("killed", "rest"), ("continued", "rest")):
         changes = {"model.norm": norm, "checkpoint.save_dir": str(folder / save_dir)}
         if norm == "power":
             changes["model.norm_warmup_updates"] = SAVED_EVERY + 1  # ends after the resume
-        runs.append({"changes": changes, "log": str(folder / f"{name}.log"), "kill": kill})
+        runs.append({"changes": changes, "log": str(folder / f"{name}.log")})
+    runs[1].update(hook="tests.test_resume:killed_inside_an_update", expect=-signal.SIGKILL)
     return runs
 
 

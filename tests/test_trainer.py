@@ -1,0 +1,348 @@
+"""Running statistics under fairseq's own trainer: workers, accumulation, loss scales, failures."""
+
+import json
+import os
+import re
+import signal
+
+import pytest
+import torch
+
+from powernorm_fairseq.norms import RunningNorm
+from tests.commands import PLUGIN, in_this_process
+from tests.forked import run_plan
+
+pytestmark = pytest.mark.slow
+
+UPDATES = 20
+QUIET = ["--dropout", 0, "--attention-dropout", 0, "--activation-dropout", 0]
+TWO = ["--distributed-world-size", 2, "--distributed-backend", "gloo"]
+
+
+SGD = ["--optimizer", "sgd", "--momentum", 0.9, "--lr", 0.05]
+ADAM = ["--optimizer", "adam", "--lr", 0.001]
+
+
+def flags(data, task, folder, *more, optimizer=SGD):
+    """A plain optimiser, since Adam makes large steps of rounding errors; batches in the order of the data set, so
+    that those of two workers are one of twice the size."""
+    arch = "transformer_norm_tiny" if task == "translation" else "transformer_lm_norm_tiny"
+    common = [data, "--user-dir", PLUGIN, "--task", task, "--arch", arch, "--save-dir", folder, *QUIET]
+    common += [*optimizer, "--lr-scheduler", "fixed", "--clip-norm", 1.0]
+    common += ["--max-update", UPDATES, "--seed", 1, "--curriculum", 1000, "--disable-validation"]
+    common += ["--log-format", "json", "--log-interval", 1, "--no-epoch-checkpoints", "--num-workers", 0]
+    common += ["--required-batch-size-multiple", 1]
+    if task == "language_modeling":
+        common += ["--tokens-per-sample", 32, "--sample-break-mode", "none"]
+    return [*common, *more]
+
+
+def model_of(folder, name="checkpoint_last.pt"):
+    return torch.load(folder / name, map_location="cpu")["model"]
+
+
+def logged(log, key):
+    """A value of each of fairseq's log lines in JSON."""
+    lines = [json.loads(line[line.index("{") :]) for line in log.read_text().splitlines() if '"num_updates": ' in line]
+    return [float(line[key]) for line in lines if key in line]
+
+
+def assert_close(one, other, tolerance):
+    """All tensors of two states, relative to the largest number of each; nu is made of small differences."""
+    assert list(one) == list(other)
+    for key, value in one.items():
+        if key.endswith("_float_tensor"):
+            continue
+        size = float(other[key].double().abs().max()) if other[key].numel() else 0.0
+        error = float((value.double() - other[key].double()).abs().max()) if value.numel() else 0.0
+        allowed = 5 * tolerance if key.endswith("running_nu") else tolerance
+        assert error <= allowed * max(size, 1e-3), (key, error, size)
+
+
+# Norms and options with which a batch of several workers is one joined batch in everything.
+JOINED = {
+    "power": ("language_modeling", ["--norm", "power", "--norm-warmup-updates", 0]),
+    "power_in_step": ("translation", ["--norm", "power", "--norm-warmup-updates", 5, "--norm-sync", "batch"]),
+    "batch_in_step": ("translation", ["--norm", "batch", "--norm-sync", "batch"]),
+}
+BACKENDS = {
+    "c10d": ["--ddp-backend", "c10d"],
+    "legacy_ddp": ["--ddp-backend", "legacy_ddp"],
+    "c10d_buffers": ["--ddp-backend", "c10d", "--broadcast-buffers"],
+    "legacy_recomputing": ["--ddp-backend", "legacy_ddp", "--checkpoint-activations"],
+}
+PAIRS = [("power", "c10d"), ("power", "legacy_ddp"), ("power_in_step", "c10d_buffers")]
+PAIRS += [("power_in_step", "legacy_recomputing"), ("batch_in_step", "c10d"), ("batch_in_step", "legacy_ddp")]
+SIZES = {"translation": 20, "language_modeling": 16}  # an odd number of batches per epoch: the last is a dummy batch
+
+
+@pytest.fixture(scope="module")
+def joined_runs(translation_data, language_model_data, tmp_path_factory):
+    """Each case by one worker with the joined batch, and by two with half of it."""
+    folder = tmp_path_factory.mktemp("joined")
+    data = {"translation": translation_data, "language_modeling": language_model_data}
+    plan = []
+    for case, (task, norm) in JOINED.items():
+        more = [*norm, "--batch-size", 2 * SIZES[task]]
+        plan.append({"args": flags(data[task], task, folder / case, *more), "log": folder / f"{case}.log"})
+    for case, backend in PAIRS:
+        task, norm = JOINED[case]
+        more = [*norm, "--batch-size", SIZES[task], *TWO, *BACKENDS[backend]]
+        name = f"{case}-{backend}"
+        entry = {"args": flags(data[task], task, folder / name, *more), "log": folder / f"{name}.log", "workers": 2}
+        plan.append(entry)
+    run_plan(plan, folder)
+    return folder
+
+
+@pytest.mark.parametrize(("case", "backend"), PAIRS)
+def test_two_workers_are_one_with_the_joined_batch(case, backend, joined_runs):
+    """Traps 2, 4, 7, 12, 13, 17: parameters, momenta, gradients' norms and statistics after 20 updates, dummy batches
+    and another amount of padding included; the warm-up ends after the same update."""
+    alone, two = (torch.load(joined_runs / name / "checkpoint_last.pt") for name in (case, f"{case}-{backend}"))
+    assert two["optimizer_history"][-1]["num_updates"] == UPDATES
+    assert two["extra_state"]["train_iterator"]["epoch"] > 1  # so that there were dummy batches
+    assert_close(two["model"], alone["model"], 1e-3)
+    assert any(key.endswith("updates_tracked") and value == UPDATES for key, value in two["model"].items())
+    for number, momenta in alone["last_optimizer_state"]["state"].items():
+        size = momenta["momentum_buffer"].abs().max()
+        error = (momenta["momentum_buffer"] - two["last_optimizer_state"]["state"][number]["momentum_buffer"]).abs()
+        assert error.max() <= 5e-3 * size.clamp(min=1e-3)
+    norms = [logged(joined_runs / name, "gnorm") for name in (f"{case}.log", f"{case}-{backend}.log.0")]
+    assert len(norms[0]) == UPDATES
+    assert norms[1] == pytest.approx(norms[0], rel=5e-3)
+
+
+def trained(task, data, folder, *more, optimizer=SGD):
+    """One worker in this process; the model's state."""
+    in_this_process("fairseq-train", *flags(data, task, folder, *more, optimizer=optimizer))
+    return model_of(folder)
+
+
+@pytest.mark.parametrize("task", ["translation", "language_modeling"])
+def test_accumulation_is_one_large_batch(task, translation_data, language_model_data, tmp_path):
+    """Traps 12 and 14: --update-freq 4 against a batch four times as large, for all sites of the model."""
+    data = translation_data if task == "translation" else language_model_data
+    common = ["--norm", "power", "--norm-warmup-updates", 0, "--max-update", 6]
+    large = trained(task, data, tmp_path / "large", *common, "--batch-size", 32)
+    small = trained(task, data, tmp_path / "small", *common, "--batch-size", 8, "--update-freq", 4)
+    assert_close(small, large, 1e-3)
+
+
+@pytest.mark.parametrize("norm", ["power", "power_v", "batch"])
+def test_the_warm_up_is_counted_in_updates(norm, translation_data, tmp_path):
+    """Trap 12: validation, accumulation and recomputed forwards are no updates."""
+    more = ["--norm", norm, "--batch-size", 50, "--update-freq", 2, "--max-update", 4, "--checkpoint-activations"]
+    more += ["--validate-interval-updates", 1] + (["--norm-warmup-updates", 3] if norm == "power" else [])
+    arguments = flags(translation_data, "translation", tmp_path, *more)
+    arguments.remove("--disable-validation")
+    in_this_process("fairseq-train", *arguments)
+    counts = [float(value) for key, value in model_of(tmp_path).items() if key.endswith("updates_tracked")]
+    assert counts == [4.0] * 12
+
+
+def of_loss_scale(translation_data, folder, scale, kind):
+    """Updates on one batch, which an overflow repeats; the model's state."""
+    common = ["--norm", "power", "--norm-warmup-updates", 2, "--train-subset", "test", "--batch-size", 20]
+    common += ["--max-update", 4, "--fp16-init-scale", scale, kind]
+    optimizer = ADAM if kind == "--memory-efficient-fp16" else SGD  # not all can do without a copy in single precision
+    return trained("translation", translation_data, folder, *common, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("kind", ["--fp16", "--memory-efficient-fp16"])
+def test_statistics_do_not_depend_on_the_loss_scale(kind, translation_data, tmp_path, caplog):
+    """Traps 5, 6, 16 and 18: fp16 with two loss scales, and with one that overflows first."""
+    if not hasattr(torch, "compile"):
+        pytest.skip("this torch multiplies no half-precision matrices on the CPU")
+    low, high = (of_loss_scale(translation_data, tmp_path / str(scale), scale, kind) for scale in (2, 64))
+    statistics = [key for key in low if "running_" in key]
+    assert all(low[key].dtype == torch.float32 for key in statistics)
+    for key in statistics:
+        assert_close({key: high[key]}, {key: low[key]}, 0.02)  # half precision loses other digits at another scale
+    assert max(float(low[key].abs().max()) for key in statistics if key.endswith("nu")) > 0
+    with caplog.at_level("INFO"):
+        overflown = of_loss_scale(translation_data, tmp_path / "overflown", 2**20, kind)
+    settled = [int(float(found)) for found in re.findall(r"setting loss scale to: ([0-9.]+)", caplog.text)]
+    assert settled
+    straight = of_loss_scale(translation_data, tmp_path / "straight", settled[-1], kind)
+    for key, value in straight.items():
+        assert torch.equal(value, overflown[key]), key
+    assert all(straight[key] == 4 for key in straight if key.endswith("updates_tracked"))
+
+
+def test_bf16(translation_data, tmp_path):
+    """Trap 18: statistics in float32, close to those of single precision."""
+    common = ["--norm", "power", "--norm-warmup-updates", 2, "--batch-size", 50, "--max-update", 4, "--lr", 0.01]
+    plain = trained("translation", translation_data, tmp_path / "plain", *common)
+    rounded = trained("translation", translation_data, tmp_path / "rounded", *common, "--bf16")
+    for key, value in plain.items():
+        if "running_psi" in key:
+            assert rounded[key].dtype == torch.float32
+            assert float(((rounded[key] - value) / value).abs().median()) < 0.02, key
+
+
+def test_amp_trains(translation_data, tmp_path):
+    """On a CPU the gradient scaler is switched off; that it is asked is tested below."""
+    common = ["--norm", "power", "--batch-size", 50, "--max-update", 2]
+    assert_close(
+        trained("translation", translation_data, tmp_path / "amp", *common, "--amp"),
+        trained("translation", translation_data, tmp_path / "plain", *common),
+        1e-6,
+    )
+
+
+def at_update(number, act, worker="1", micro_batch=0):
+    """Before the forward pass of a micro-batch of an update (both counted from 0), ``act(trainer)`` in one worker."""
+    from fairseq.trainer import Trainer
+
+    prepare = Trainer._prepare_sample
+    calls = []
+
+    def prepared(self, *args, **kwargs):
+        if self.get_num_updates() == number and os.environ.get("RANK", "1") == worker:
+            calls.append(True)
+            if len(calls) == micro_batch + 1:
+                act(self)
+        return prepare(self, *args, **kwargs)
+
+    Trainer._prepare_sample = prepared
+
+
+def tamper_with_statistics():
+    def act(trainer):
+        norms = [module for module in trainer.get_model().modules() if isinstance(module, RunningNorm)]
+        norms[3].running_psi_sq[1] += 0.5
+
+    at_update(2, act)
+
+
+def die():
+    at_update(2, lambda trainer: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def raise_an_error(worker):
+    def act(trainer):
+        raise ValueError("this worker fails")
+
+    at_update(2, act, worker)
+
+
+def first_raises():
+    raise_an_error("0")
+
+
+def second_raises():
+    raise_an_error("1")
+
+
+def out_of_memory():
+    """In the backward pass of the second micro-batch, when some norms have recorded already.
+
+    After a failure in the first, fairseq's legacy_ddp never adds up gradients again.
+    """
+
+    def act(trainer):
+        layer = trainer.get_model().encoder.layers[0].fc1
+        handles = []
+
+        def fail(*_):
+            handles[0].remove()
+            raise RuntimeError("out of memory, says the test")
+
+        handles.append(layer.register_full_backward_hook(fail))
+
+    at_update(2, act, micro_batch=1)
+
+
+def not_finite():
+    """The loss of an update in single precision is infinite, which ends training."""
+
+    def act(trainer):
+        from fairseq.criterions.fairseq_criterion import FairseqCriterion
+
+        forward = type(trainer.criterion).forward
+
+        def infinite(self, *args, **kwargs):
+            loss, *rest = forward(self, *args, **kwargs)
+            return (loss * float("inf"), *rest)
+
+        assert isinstance(trainer.criterion, FairseqCriterion)
+        type(trainer.criterion).forward = infinite
+
+    at_update(2, act)
+
+
+FAILURES = {
+    # name: (hook, flags, workers)
+    "tampered": (tamper_with_statistics, ["--ddp-backend", "legacy_ddp"], 2),
+    "died": (die, ["--ddp-backend", "c10d"], 2),
+    "first_raises": (first_raises, ["--ddp-backend", "legacy_ddp"], 2),
+    "second_raises": (second_raises, ["--ddp-backend", "c10d", "--norm-sync", "batch"], 2),
+    # With one micro-batch per update fairseq's workers no longer agree on what to log.
+    "out_of_memory": (out_of_memory, ["--ddp-backend", "legacy_ddp", "--update-freq", 2], 2),
+    "out_of_memory_alone": (out_of_memory, ["--update-freq", 2], 1),
+    "not_finite": (not_finite, ["--save-interval-updates", 2], 1),
+    "shared_by_nobody": (None, ["--ddp-backend", "c10d", "--norm-sync", "none"], 2),
+}
+
+
+@pytest.fixture(scope="module")
+def failed_runs(translation_data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("failures")
+    plan = []
+    for name, (hook, more, workers) in FAILURES.items():
+        more = ["--norm", "power", "--norm-warmup-updates", 1, "--batch-size", 15, "--max-update", 4, *more]
+        args = flags(translation_data, "translation", folder / name, *more, *(TWO if workers == 2 else []))
+        entry = {"args": args, "log": folder / f"{name}.log", "workers": workers, "expect": None}
+        plan.append({**entry, "hook": hook and f"tests.test_trainer:{hook.__name__}"})
+    codes = run_plan(plan, folder)
+    return folder, dict(zip(FAILURES, codes))
+
+
+def output(failed_runs, name, worker=0):
+    return (failed_runs[0] / f"{name}.log.{worker}").read_text()
+
+
+def test_workers_that_differ_are_found_before_a_checkpoint_is_saved(failed_runs):
+    """Trap 17: each worker ends with an error that names the norm; the first keeps its state as crash.pt."""
+    folder, codes = failed_runs
+    assert codes["tampered"] == [1, 1]
+    for worker in (0, 1):
+        assert "Running statistics differ between workers" in output(failed_runs, "tampered", worker)
+        assert re.search(r"running_psi_sq by 0\.\d", output(failed_runs, "tampered", worker))
+    assert [path.name for path in (folder / "tampered").iterdir()] == ["crash.pt"]
+
+
+@pytest.mark.parametrize("name", ["died", "first_raises", "second_raises"])
+def test_when_a_worker_fails_the_others_end_with_an_error(name, failed_runs):
+    """Nobody ends the others here; torchrun does."""
+    assert 0 not in failed_runs[1][name]
+    assert -signal.SIGKILL not in failed_runs[1][name] or name == "died"
+    assert failed_runs[1][name].count(-signal.SIGKILL) <= 1
+
+
+def test_an_update_that_ran_out_of_memory(failed_runs):
+    """Trap 16: the worker gives up what it gathered, nobody waits, and the workers stay equal."""
+    folder, codes = failed_runs
+    assert codes["out_of_memory"] == [0, 0] and codes["out_of_memory_alone"] == [0]
+    assert "attempting to recover from OOM" in output(failed_runs, "out_of_memory", 1)
+    for name in ("out_of_memory", "out_of_memory_alone"):
+        state = model_of(folder / name)
+        assert all(value == 4 for key, value in state.items() if key.endswith("updates_tracked"))
+
+
+def test_a_crash_keeps_the_statistics_of_finished_updates(failed_runs):
+    """Traps 6 and 16: gradients that are not finite end training; crash.pt has nothing of that update."""
+    folder, codes = failed_runs
+    assert codes["not_finite"] == [1]
+    crashed = model_of(folder / "not_finite", "crash.pt")
+    (saved,) = (folder / "not_finite").glob("checkpoint_*_2.pt")
+    for key, value in model_of(folder / "not_finite", saved.name).items():
+        assert torch.equal(value, crashed[key]), key
+
+
+def test_workers_that_share_nothing_are_told_so(failed_runs):
+    folder, codes = failed_runs
+    assert codes["shared_by_nobody"] == [0, 0]
+    assert "each of the 2 workers keeps statistics of its own" in output(failed_runs, "shared_by_nobody")
+    assert (folder / "shared_by_nobody" / "checkpoint_last.pt").exists()

@@ -4,11 +4,14 @@ import json
 import os
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq.logging import metrics
 
-from powernorm_fairseq.norms import RunningNorm
+from powernorm_fairseq import trainer
+from powernorm_fairseq.norms import RunningNorm, create_norm
 from tests.commands import PLUGIN, in_this_process
 from tests.forked import run_plan
 
@@ -110,6 +113,9 @@ def test_two_workers_are_one_with_the_joined_batch(case, backend, joined_runs):
         assert error.max() <= 5e-3 * size.clamp(min=1e-3)
     norms = [logged(joined_runs / name, "gnorm") for name in (f"{case}.log", f"{case}-{backend}.log.0")]
     assert len(norms[0]) == UPDATES
+    # The guards are logged, and in ordinary training they do not act.
+    for counter in ("norm_skipped", "norm_bounded"):
+        assert logged(joined_runs / f"{case}-{backend}.log.0", counter) == [0] * UPDATES
     assert norms[1] == pytest.approx(norms[0], rel=5e-3)
 
 
@@ -144,7 +150,7 @@ def test_the_warm_up_is_counted_in_updates(norm, translation_data, tmp_path):
 def of_loss_scale(translation_data, folder, scale, kind):
     """Updates on one batch, which an overflow repeats; the model's state."""
     common = ["--norm", "power", "--norm-warmup-updates", 2, "--train-subset", "test", "--batch-size", 20]
-    common += ["--max-update", 4, "--fp16-init-scale", scale, kind]
+    common += ["--max-update", 3, "--fp16-init-scale", scale, kind]
     optimizer = ADAM if kind == "--memory-efficient-fp16" else SGD  # not all can do without a copy in single precision
     return trained("translation", translation_data, folder, *common, optimizer=optimizer)
 
@@ -161,13 +167,13 @@ def test_statistics_do_not_depend_on_the_loss_scale(kind, translation_data, tmp_
         assert_close({key: high[key]}, {key: low[key]}, 0.02)  # half precision loses other digits at another scale
     assert max(float(low[key].abs().max()) for key in statistics if key.endswith("nu")) > 0
     with caplog.at_level("INFO"):
-        overflown = of_loss_scale(translation_data, tmp_path / "overflown", 2**20, kind)
+        overflown = of_loss_scale(translation_data, tmp_path / "overflown", 2**11, kind)
     settled = [int(float(found)) for found in re.findall(r"setting loss scale to: ([0-9.]+)", caplog.text)]
     assert settled
     straight = of_loss_scale(translation_data, tmp_path / "straight", settled[-1], kind)
     for key, value in straight.items():
         assert torch.equal(value, overflown[key]), key
-    assert all(straight[key] == 4 for key in straight if key.endswith("updates_tracked"))
+    assert all(straight[key] == 3 for key in straight if key.endswith("updates_tracked"))
 
 
 def test_bf16(translation_data, tmp_path):
@@ -189,6 +195,41 @@ def test_amp_trains(translation_data, tmp_path):
         trained("translation", translation_data, tmp_path / "plain", *common),
         1e-6,
     )
+
+
+@pytest.mark.parametrize("amp", [True, False])
+def test_backward_passes_know_the_loss_scale(amp):
+    """Trap 5: what --amp asks its gradient scaler, and --fp16 its own, is divided out of nu."""
+    names = {"get_scale": lambda: 64.0} if amp else {"loss_scale": 64.0}
+    norms = []
+    for scale in (1.0, 64.0):
+        optimizer = SimpleNamespace(scaler=SimpleNamespace(**names) if scale > 1 else None)
+        norm = create_norm("power", 6).double()
+        torch.manual_seed(0)
+        for _ in range(3):
+            x, dy = torch.randn(2, 9, 6, dtype=torch.float64)
+            loss = (norm(x.requires_grad_()) * dy).sum()
+            trainer.backward(lambda _, loss, scale=scale: (loss * scale).backward(), optimizer, loss)
+        norm.commit()
+        norms.append(norm)
+    assert norms[0].running_nu.abs().max() > 0
+    torch.testing.assert_close(norms[1].state_dict(), norms[0].state_dict(), rtol=1e-12, atol=0)
+
+
+def test_counters_are_logged():
+    model = torch.nn.ModuleList([create_norm("power", 4), create_norm("layer", 4), create_norm("batch", 4)])
+    model[0].updates_skipped += 2
+    model[2].updates_skipped += 1
+    model[0].updates_bounded += 5
+    given = []
+    stand_in = SimpleNamespace(get_model=lambda: model)
+    with metrics.aggregate() as logged_values:
+        trainer.set_num_updates(lambda _, number: given.append(number), stand_in, 7)
+    assert given == [7]
+    assert logged_values.get_smoothed_values() == {"norm_skipped": 3, "norm_bounded": 5}
+    with metrics.aggregate() as logged_values:
+        trainer.set_num_updates(lambda *_: None, SimpleNamespace(get_model=lambda: model[1]), 7)
+    assert logged_values.get_smoothed_values() == {}
 
 
 def at_update(number, act, worker="1", micro_batch=0):

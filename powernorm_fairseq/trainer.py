@@ -9,7 +9,7 @@ around the one of fairseq that it names.
 import os
 from typing import Any, Callable, List, Optional
 
-from powernorm_fairseq.checkpoints import last
+from powernorm_fairseq.checkpoints import last, loading
 from powernorm_fairseq.compat import wrap
 from powernorm_fairseq.norms import RunningNorm, gradient_scale
 from powernorm_fairseq.norms.sharing import SharedStatistics
@@ -22,6 +22,7 @@ SHARED = "_powernorm_shared_statistics"
 def apply() -> None:
     """Connects the norms to fairseq's trainer; a second call does nothing."""
     from fairseq import checkpoint_utils, models
+    from fairseq.models.ema.ema import EMA
     from fairseq.optim.amp_optimizer import AMPOptimizer
     from fairseq.optim.fairseq_optimizer import FairseqOptimizer
     from fairseq.optim.fp16_optimizer import _FP16OptimizerMixin, _MemoryEfficientFP16OptimizerMixin
@@ -36,6 +37,8 @@ def apply() -> None:
     wrap(FairseqOptimizer, "all_reduce_grads", all_reduce_grads)
     wrap(checkpoint_utils, "save_checkpoint", save_checkpoint)
     wrap(checkpoint_utils, "load_checkpoint", last.around_load_checkpoint)
+    wrap(checkpoint_utils, "load_checkpoint_to_cpu", loading.around_load_checkpoint_to_cpu)
+    wrap(EMA, "restore", loading.around_ema_restore)
     for optimizer in (_FP16OptimizerMixin, _MemoryEfficientFP16OptimizerMixin, AMPOptimizer):
         wrap(optimizer, "backward", backward)
 

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, Iterable, Iterator, List, Sequence
 
 import torch
 
@@ -52,8 +52,8 @@ def last_checkpoints(folder: Path, count: int) -> List[Path]:
     return [path for _, path in sorted(matches)[-count:]]
 
 
-def average_states(states: Sequence[Dict[str, torch.Tensor]]) -> Dict[str, torch.Tensor]:
-    """The mean of several state dicts, key by key.
+def average_states(states: Iterable[Dict[str, torch.Tensor]]) -> Dict[str, torch.Tensor]:
+    """The mean of several state dicts, key by key; they are taken one after the other and not kept.
 
     Parameters and running statistics are added up in float64 and cast back to their own type at the end. Counters and
     everything that is not floating point are those of the last state.
@@ -61,26 +61,26 @@ def average_states(states: Sequence[Dict[str, torch.Tensor]]) -> Dict[str, torch
     Raises:
         UserError: the states do not have the same keys and shapes.
     """
-    last = states[-1]
+    totals: Dict[str, torch.Tensor] = {}
+    shapes: Dict[str, torch.Size] = {}
+    state: Dict[str, torch.Tensor] = {}
+    number = 0
     for number, state in enumerate(states, start=1):
-        odd = sorted(set(state) ^ set(last))
+        if number == 1:
+            shapes = {key: value.shape for key, value in state.items()}
+        odd = sorted(set(state) ^ set(shapes))
         if odd:
             raise UserError(f"checkpoints of different models: only one of two has {', '.join(odd[:5])}")
         for key, value in state.items():
-            if value.shape != last[key].shape:
+            if value.shape != shapes[key]:
                 raise UserError(
-                    f"{key} is {tuple(value.shape)} in checkpoint {number}, {tuple(last[key].shape)} in the last"
+                    f"{key} is {tuple(value.shape)} in checkpoint {number}, {tuple(shapes[key])} in the first"
                 )
-    averaged = {}
-    for key, value in last.items():
-        if key.rpartition(".")[2] in COUNTERS or not value.is_floating_point():
-            averaged[key] = value.clone()
-        else:
-            total = torch.zeros_like(value, dtype=torch.float64)
-            for state in states:
-                total += state[key].double()
-            averaged[key] = (total / len(states)).to(value.dtype)
-    return averaged
+            if value.is_floating_point() and key.rpartition(".")[2] not in COUNTERS:
+                totals[key] = value.double() + totals[key] if number > 1 else value.double()
+    return {
+        key: (totals[key] / number).to(value.dtype) if key in totals else value.clone() for key, value in state.items()
+    }
 
 
 def average_checkpoints(paths: Sequence[Path], output: Path) -> None:
@@ -100,11 +100,18 @@ def averaged(paths: Sequence[Path]) -> Dict[str, Any]:
     Raises:
         UserError: a file is missing or is no checkpoint, or the models differ.
     """
-    loaded = [load_checkpoint(path) for path in paths]
-    state = dict(loaded[-1])
-    state["model"] = average_states([one["model"] for one in loaded])
-    state["last_optimizer_state"] = None
-    return with_note(state, {"averaged": [path.name for path in paths]})
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"no checkpoint {path}")
+    last: Dict[str, Any] = {}
+
+    def models() -> Iterator[Dict[str, torch.Tensor]]:
+        for path in paths:
+            last.update(load_checkpoint(path), last_optimizer_state=None)
+            yield last["model"]
+
+    mean = average_states(models())
+    return with_note({**last, "model": mean}, {"averaged": [path.name for path in paths]})
 
 
 def with_note(state: Dict[str, Any], note: Dict[str, Any]) -> Dict[str, Any]:

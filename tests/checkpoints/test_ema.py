@@ -8,9 +8,7 @@ import copy
 import pytest
 import torch
 
-from powernorm_fairseq import compat
 from powernorm_fairseq.__main__ import main
-from powernorm_fairseq.checkpoints import loading
 from powernorm_fairseq.checkpoints.average import load_checkpoint, note_of, save_checkpoint
 from powernorm_fairseq.experiment.config import train_arguments
 from powernorm_fairseq.experiment.run import placed
@@ -19,17 +17,6 @@ from tests.commands import in_this_process
 
 UPDATES, DECAY = 5, 0.8
 STATISTICS = ("running_psi_sq", "running_nu", "running_mean", "running_var")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def mended():
-    """fairseq's EMA with what the plugin puts around it."""
-    from fairseq.models.ema.ema import EMA
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EMA, "restore", EMA.restore)
-        compat.wrap(EMA, "restore", loading.around_ema_restore)
-        yield
 
 
 def train(folder, data, fp32, updates=UPDATES):

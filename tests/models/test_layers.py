@@ -55,7 +55,7 @@ class Spy(Norm):
 @pytest.mark.parametrize("which", ORDERS)
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_each_norm_gets_the_mask_of_what_it_normalises(monkeypatch, which, checkpoint):
-    """Encoder: source mask; decoder, cross-attention and both ends included: target mask."""
+    """Trap 9: encoder: source mask; decoder, cross-attention and both ends included: target mask."""
     monkeypatch.setattr(placement, "create_norm", lambda name, dim, options: Spy(dim))
     fields = {**order("transformer_norm_tiny", which), "checkpoint_activations": checkpoint}
     model = small(norm="power", layernorm_embedding=True, **fields)
@@ -123,7 +123,7 @@ def train(model, net_inputs, updates=3, lr=0.05):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("norm", ["batch", "power", "power_v", "layer"])
 def test_more_padding_changes_nothing(norm, name, which):
-    """Neither values, gradients nor running statistics, in training and afterwards; in and after the warm-up."""
+    """Trap 7: neither values, gradients nor statistics, in training and afterwards; in and after the warm-up."""
     fields = {**order(name, which), "norm": norm, "layernorm_embedding": True}
     if norm == "power":
         fields["norm_warmup_updates"] = 2
@@ -147,7 +147,7 @@ def test_more_padding_changes_nothing(norm, name, which):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("norm", NORMS)
 def test_no_parameter_without_a_gradient(norm, name, which):
-    """One backward pass reaches them all, so DistributedDataParallel needs no find_unused_parameters."""
+    """Trap 2: one backward pass reaches them all, so DistributedDataParallel needs no find_unused_parameters."""
     model = small(name, norm=norm, layernorm_embedding=True, **order(name, which))
     loss_of(model, inputs_for(name)).backward()
     without = [key for key, parameter in model.named_parameters() if parameter.grad is None]
@@ -179,6 +179,7 @@ def test_checkpointing_gives_the_same_state(norm, name, which):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("norm", NORMS)
 def test_incremental_decoding_is_full_decoding(norm, name, which):
+    """Trap 10."""
     model = small(name, norm=norm, layernorm_embedding=True, **order(name, which))
     if norm != "none":
         train(model, [inputs_for(name)], lr=0.01)
@@ -246,7 +247,7 @@ def no_omegaconf_check():
 @pytest.mark.parametrize("which", ORDERS)
 @pytest.mark.parametrize("norm", ["layer", "power", "none"])
 def test_the_fast_path_is_never_offered(norm, which):
-    """fairseq 0.12.2 takes it in eval right after loading, when the model was never in training mode."""
+    """Trap 1: fairseq 0.12.2 takes it in eval right after loading, when the model was never in training mode."""
     fields = {**order("transformer_norm_tiny", which), "norm": norm}
     trained = small(**fields)
     train(trained, [translation_input()], lr=0.01 if norm != "none" else 0.0)

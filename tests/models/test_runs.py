@@ -73,7 +73,7 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize(("norm", "order"), RUNS)
 def test_translation(norm, order, translation_data, tmp_path, monkeypatch):
-    """Train, validate, generate and interactive; hypotheses depend on neither batches nor padding nor process."""
+    """Traps 1 and 10: generate and interactive; hypotheses depend on neither batches nor padding nor process."""
     flags = ["--norm", norm] + (POST["translation"] if order == "post" else [])
     trainer = train(monkeypatch, *train_flags(translation_data, "translation", tmp_path, *flags))
     memory = decode_in_memory(trainer, translation_data)
@@ -172,7 +172,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(task, order, translation_data, l
 
 @pytest.mark.parametrize("task", ["translation", "language_modeling"])
 def test_fairseq_hydra_train_is_fairseq_train(task, translation_data, language_model_data, tmp_path):
-    """Real processes: the same YAML fields and flags give bitwise the same model after three updates."""
+    """Trap 3: real processes: the same YAML fields and flags give bitwise the same model after three updates."""
     name, data, fields, flags, task_fields = {
         "translation": (
             "transformer_pn_tiny", translation_data, "decoder_norm_self: rms, norm_alpha_fwd: 0.8",

@@ -67,6 +67,7 @@ def test_what_stands_at_padding_has_no_influence(name, data, junk):
 @settings(max_examples=25, deadline=None)
 @given(data=padded_batches())
 def test_a_padded_batch_is_the_list_of_its_real_tokens(name, data):
+    """Trap 7."""
     x, dy, mask, groups = data
     real = ~mask.t()
     padded, padded_state = run(make(name, x.shape[-1], groups), x, dy, mask)

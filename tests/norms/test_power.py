@@ -121,6 +121,7 @@ def test_warm_up_statistics_of_the_two_numerics_differ_as_documented():
 
 
 def test_power_after_the_warm_up_does_not_see_other_tokens():
+    """Trap 11."""
     norm = PowerNorm(4, 2)
     x = torch.randn(5, 2, 4)
     changed = x.clone()
@@ -129,7 +130,7 @@ def test_power_after_the_warm_up_does_not_see_other_tokens():
 
 
 def test_the_bound_on_nu_stops_the_recursion_where_it_overflows():
-    """A channel that is active in one batch of 16: Gamma > 2 / (1 - alpha) there, and without a bound nu explodes."""
+    """Trap 6: a channel active in one batch of 16: Gamma > 2 / (1 - alpha) there, and without a bound nu explodes."""
     rng = np.random.default_rng(0)
     norm = PowerNorm(1, 0).double()
     psi_sq, nu, largest, overflowed = 1.0, 0.0, 0.0, False

@@ -126,6 +126,7 @@ class Twice(torch.nn.Module):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("stated", [False, True])
 def test_activation_checkpointing_changes_nothing(name, reentrant, stated):
+    """Trap 13."""
     torch.manual_seed(0)
     plain = Twice(make(name, warmup_updates=2), None)
     recomputing = copy.deepcopy(plain)
@@ -164,7 +165,7 @@ def test_inside_backward_is_known():
 
 @running
 def test_zero_upstream_gradient_counts_nothing_and_gives_exactly_zero(name):
-    """fairseq's dummy batches: a forward in training mode whose loss is multiplied by zero."""
+    """Trap 4: fairseq's dummy batches: a forward in training mode whose loss is multiplied by zero."""
     norm = make(name)
     for seed in range(3):
         step(norm, *some(seed))
@@ -208,6 +209,7 @@ def test_a_failed_try_is_discarded(name):
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("name, where", [("power", "dy"), ("power", "x"), ("power_v", "x"), ("batch", "x")])
 def test_sums_that_are_not_finite_are_dropped_and_counted(name, bad, where):
+    """Trap 6."""
     plain, hit = make(name), make(name)
     x, dy = some(3)
     (x if where == "x" else dy)[2, 1] = bad
@@ -235,6 +237,7 @@ def test_an_update_of_bad_sums_only_is_no_update(name):
 @running
 @pytest.mark.parametrize("warmup", [0, 5])
 def test_batches_without_a_token_are_no_update(name, warmup):
+    """Trap 8."""
     norm = make(name, warmup_updates=warmup)
     fresh = statistics(norm)
     x, dy = some(0)

@@ -123,6 +123,7 @@ def test_the_gradient_scale_can_be_set_and_comes_back():
 @running
 @pytest.mark.parametrize("change", [torch.nn.Module.half, torch.nn.Module.bfloat16, lambda n: n.to(torch.bfloat16)])
 def test_statistics_stay_float32_in_low_precision(name, change):
+    """Trap 18."""
     norm = create_norm(name, 6)
     x, dy = some(0)
     step(norm, x.float(), dy)

@@ -81,7 +81,7 @@ def train_in_step(case, worker):
         for number, batch in enumerate(batches(update, worker)):
             shared.workers.batch_counts = not is_dummy(worker, number)
             y, dx = step(norm, *batch)
-            micro.append([y, dx] + [parameter.grad for parameter in norm.parameters()])
+            micro.append([y, dx] + [parameter.grad.clone() for parameter in norm.parameters()])
         shared.reduce()
         found.append(micro)
     return {"micro": found, "state": norm.state_dict(), "differences": shared.differences()}

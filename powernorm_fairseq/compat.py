@@ -352,6 +352,18 @@ def _n12_second_copy_of_the_plugin() -> None:
     wrap(utils, "import_user_module", import_user_module)
 
 
+def _n14_no_uninitialised_buffer() -> None:
+    """fairseq 0.12.2 saves a number that it never sets, so that the checkpoints of equal runs differ."""
+    from fairseq.modules import SinusoidalPositionalEmbedding
+
+    def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self._float_tensor.zero_()
+
+    if "_float_tensor" in SinusoidalPositionalEmbedding(4, 0, 1)._buffers:
+        wrap(SinusoidalPositionalEmbedding, "__init__", init)
+
+
 def register_model(name: str, dataclass: Optional[type] = None) -> Callable[[type], type]:
     """fairseq's decorator, safe when the plugin is imported under two names, as by a link or a renamed --user-dir.
 
@@ -387,4 +399,5 @@ MENDS = (
     _n9_half_precision_without_gpu,
     _n10_refuse_lonely_workers,
     _n12_second_copy_of_the_plugin,
+    _n14_no_uninitialised_buffer,
 )

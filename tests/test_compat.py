@@ -1,4 +1,4 @@
-"""Each mend of powernorm_fairseq.compat, n1 to n13 as docs/compatibility.md numbers them, seen from the outside."""
+"""Each mend of powernorm_fairseq.compat, n1 to n14 as docs/compatibility.md numbers them, seen from the outside."""
 
 import argparse
 import contextlib
@@ -343,3 +343,13 @@ class TestN12ImportedTwice:
 
         with pytest.raises(ValueError, match=r"registered already, by fairseq\.models\.transformer"):
             compat.register_model("transformer")(Foreign)
+
+
+def test_n14_equal_models_have_equal_states():
+    """Memory that another tensor had before is not in a checkpoint."""
+    from fairseq.modules import SinusoidalPositionalEmbedding
+
+    for number in (1.5, 2.5):
+        torch.full((1,), number)  # whose memory the next tensor of this size gets
+        state = SinusoidalPositionalEmbedding(8, 1, 4).state_dict()
+        assert all(value.item() == 0 for value in state.values())

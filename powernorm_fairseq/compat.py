@@ -360,8 +360,13 @@ def _n14_no_uninitialised_buffer() -> None:
         original(self, *args, **kwargs)
         self._float_tensor.zero_()
 
+    def load(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)  # of a state to which fairseq's models have added such a number
+        self._float_tensor.zero_()
+
     if "_float_tensor" in SinusoidalPositionalEmbedding(4, 0, 1)._buffers:
         wrap(SinusoidalPositionalEmbedding, "__init__", init)
+        wrap(SinusoidalPositionalEmbedding, "_load_from_state_dict", load)
 
 
 def register_model(name: str, dataclass: Optional[type] = None) -> Callable[[type], type]:

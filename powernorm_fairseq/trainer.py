@@ -6,6 +6,7 @@ where gradients are, and absorbed when the update is done (``Trainer.set_num_upd
 around the one of fairseq that it names.
 """
 
+import logging
 import os
 from typing import Any, Callable, List, Optional
 
@@ -13,6 +14,8 @@ from powernorm_fairseq.checkpoints import last, loading
 from powernorm_fairseq.compat import wrap
 from powernorm_fairseq.norms import RunningNorm, gradient_scale
 from powernorm_fairseq.norms.sharing import SharedStatistics
+
+logger = logging.getLogger(__name__)
 
 Original = Callable[..., Any]
 
@@ -28,6 +31,7 @@ def apply() -> None:
     from fairseq.optim.fp16_optimizer import _FP16OptimizerMixin, _MemoryEfficientFP16OptimizerMixin
     from fairseq.trainer import Trainer
 
+    wrap(Trainer, "train_step", train_step)
     wrap(Trainer, "zero_grad", zero_grad)
     wrap(Trainer, "set_num_updates", set_num_updates)
     wrap(Trainer, "state_dict", state_dict)
@@ -51,6 +55,26 @@ def running_norms(model: Any) -> List[RunningNorm]:
 def shared_statistics(model: Any) -> Optional[SharedStatistics]:
     """What adds up the statistics of a model that :func:`distributed_model` has wrapped; None for others."""
     return model.__dict__.get(SHARED) if model is not None else None
+
+
+def train_step(original: Original, trainer: Any, samples: Any, raise_oom: bool = False) -> Any:
+    """Around ``Trainer.train_step``: an update that was given up leaves nothing behind, not even for a validation.
+
+    Raises:
+        RuntimeError: out of memory, where fairseq would leave out the batch: the other workers wait for its share of
+            their batch statistics.
+    """
+    shared = shared_statistics(trainer._wrapped_model)
+    in_step = shared is not None and any(norm.workers is not None for norm in shared.norms.values())
+    try:
+        return original(trainer, samples, raise_oom or in_step)
+    except RuntimeError as error:
+        if in_step and "out of memory" in str(error):
+            logger.error("with --norm-sync batch a worker cannot leave out a batch for which it has no memory")
+        raise
+    finally:
+        for norm in running_norms(trainer.get_model()):
+            norm.discard_pending()
 
 
 def zero_grad(original: Original, trainer: Any) -> None:
@@ -125,7 +149,7 @@ def all_reduce_grads(original: Original, optimizer: Any, module: Any) -> None:
     """Around ``FairseqOptimizer.all_reduce_grads``: once per update, on each worker, after its last backward pass."""
     shared = shared_statistics(module)
     if shared is not None:
-        shared.reduce()
+        shared.reduce(absorb=False)
     original(optimizer, module)
 
 

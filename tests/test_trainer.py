@@ -1,5 +1,6 @@
 """Running statistics under fairseq's own trainer: workers, accumulation, loss scales, failures."""
 
+import contextlib
 import json
 import os
 import re
@@ -9,9 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fairseq.logging import metrics
+from fairseq.optim import AMPOptimizer, FP16Optimizer, MemoryEfficientFP16Optimizer
 
 from powernorm_fairseq import trainer
 from powernorm_fairseq.norms import RunningNorm, create_norm
+from powernorm_fairseq.norms.running import get_gradient_scale
 from tests.commands import PLUGIN, in_this_process
 from tests.forked import run_plan
 
@@ -214,6 +217,36 @@ def test_backward_passes_know_the_loss_scale(amp):
     torch.testing.assert_close(norms[1].state_dict(), norms[0].state_dict(), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("kind", [AMPOptimizer, FP16Optimizer, MemoryEfficientFP16Optimizer])
+def test_optimizers_that_scale_the_loss_say_so(kind):
+    optimizer = kind.__new__(kind)
+    scaler = SimpleNamespace(scale=lambda loss: loss * 8, loss_scale=8.0, get_scale=lambda: 8.0)
+    setattr(optimizer, "_grad_scaler" if kind is AMPOptimizer else "scaler", scaler)
+    seen = []
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_hook(lambda gradient: seen.append((float(gradient[0]), get_gradient_scale())))
+    optimizer.backward(weight.sum())
+    assert seen == [(8.0, 8.0)] and get_gradient_scale() == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_step_leaves_pending_is_thrown_away(fails):
+    """Trap 16: AMP skips a batch after its last retry without a word, and a validation may follow before the next."""
+    norm = create_norm("power", 4)
+
+    def step(*_):
+        norm(torch.ones(3, 4, requires_grad=True)).sum().backward()
+        if fails:
+            raise ValueError("the step fails")
+        return "output"
+
+    stand_in = SimpleNamespace(get_model=lambda: norm, _wrapped_model=None)
+    with pytest.raises(ValueError, match="the step fails") if fails else contextlib.nullcontext():
+        assert trainer.train_step(step, stand_in, []) == "output"
+    norm.eval()
+    assert norm.updates_tracked == 0
+
+
 def test_counters_are_logged():
     model = torch.nn.ModuleList([create_norm("power", 4), create_norm("layer", 4), create_norm("batch", 4)])
     model[0].updates_skipped += 2
@@ -293,6 +326,22 @@ def out_of_memory():
     at_update(2, act, micro_batch=1)
 
 
+def without_an_update():
+    """The batches of an update are left out altogether."""
+    from fairseq.trainer import Trainer
+
+    train_step = Trainer.train_step
+    left_out = []
+
+    def step(self, *args, **kwargs):
+        if self.get_num_updates() == 2 and not left_out:
+            left_out.append(True)
+            return None
+        return train_step(self, *args, **kwargs)
+
+    Trainer.train_step = step
+
+
 def not_finite():
     """The loss of an update in single precision is infinite, which ends training."""
 
@@ -320,6 +369,8 @@ FAILURES = {
     # With one micro-batch per update fairseq's workers no longer agree on what to log.
     "out_of_memory": (out_of_memory, ["--ddp-backend", "legacy_ddp", "--update-freq", 2], 2),
     "out_of_memory_alone": (out_of_memory, ["--update-freq", 2], 1),
+    "left_out_alone": (without_an_update, ["--update-freq", 2], 1),
+    "out_of_memory_in_step": (out_of_memory, ["--ddp-backend", "c10d", "--update-freq", 2, "--norm-sync", "batch"], 2),
     "not_finite": (not_finite, ["--save-interval-updates", 2], 1),
     "shared_by_nobody": (None, ["--ddp-backend", "c10d", "--norm-sync", "none"], 2),
 }
@@ -368,6 +419,18 @@ def test_an_update_that_ran_out_of_memory(failed_runs):
     for name in ("out_of_memory", "out_of_memory_alone"):
         state = model_of(folder / name)
         assert all(value == 4 for key, value in state.items() if key.endswith("updates_tracked"))
+    # The micro-batch before it, and what of its own was gathered, are gone.
+    left_out = model_of(folder / "left_out_alone")
+    for key, value in model_of(folder / "out_of_memory_alone").items():
+        assert torch.equal(value, left_out[key]), key
+
+
+def test_out_of_memory_in_step_ends_training(failed_runs):
+    """The others wait in their forward passes for this worker's share, so that it cannot leave out the batch."""
+    assert 0 not in failed_runs[1]["out_of_memory_in_step"]
+    assert -signal.SIGKILL not in failed_runs[1]["out_of_memory_in_step"]
+    said = output(failed_runs, "out_of_memory_in_step", 1)
+    assert "with --norm-sync batch a worker cannot leave out a batch" in said and "out of memory, says the test" in said
 
 
 def test_a_crash_keeps_the_statistics_of_finished_updates(failed_runs):

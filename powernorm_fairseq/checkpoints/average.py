@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Sequence
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence
 
 import torch
 
@@ -139,17 +139,20 @@ def load_checkpoint(path: Path) -> Dict[str, Any]:
             state = checkpoint_utils.load_checkpoint_to_cpu(str(path))
     except Exception as error:  # torch raises whatever the bytes happen to lead to
         raise UserError(f"{path} cannot be read as a checkpoint: {error}") from error
-    if not isinstance(state, dict) or "model" not in state:
+    if not isinstance(state, dict) or not isinstance(state.get("model"), Mapping):
         raise UserError(f"{path} is no fairseq checkpoint: it has no model")
     return state
 
 
-def check_output(output: Path) -> None:
-    """Find out early that a file cannot be written (UserError)."""
+def check_output(output: Path, inputs: Sequence[Path]) -> None:
+    """Find out early that a file cannot be written, or would replace one that is read (UserError)."""
     if not output.parent.is_dir():
         raise UserError(f"no folder {output.parent}")
     if output.is_dir():
         raise UserError(f"{output} is a folder; give the name of a file")
+    for path in inputs:
+        if output.exists() and path.exists() and output.samefile(path):
+            raise UserError(f"the output would replace {path}, with its optimiser state; give another name")
 
 
 def save_checkpoint(state: Dict[str, Any], output: Path) -> None:
@@ -200,10 +203,10 @@ def main(args: argparse.Namespace) -> int:
 
     if (args.folder is None) == (args.inputs is None):
         raise UserError("give either --folder or --inputs")
-    check_output(args.output)
     if args.reestimate is not None:
         check_batches(args.reestimate, args.max_tokens)
     paths = args.inputs or last_checkpoints(args.folder, args.last)
+    check_output(args.output, paths)
     state = averaged(paths)
     words = f"the mean of {', '.join(path.name for path in paths)}"
     if args.reestimate is not None:

@@ -118,14 +118,16 @@ class _LeftOut:
 class _Unpickler(pickle.Unpickler):
     """Builds tensors, plain containers and option namespaces, and runs no other code that a file names."""
 
+    # Whole names: pickle takes a name with dots for a path, which leads anywhere.
     ALLOWED = {("argparse", "Namespace"), ("collections", "OrderedDict"), ("torch", "Size"), ("_codecs", "encode")}
+    ALLOWED |= {("torch._utils", f"_rebuild_{what}") for what in ("tensor", "tensor_v2", "parameter")}
+    ALLOWED |= {
+        ("torch", f"{kind}Storage")
+        for kind in ("Float", "Half", "BFloat16", "Double", "Long", "Int", "Short", "Char", "Byte", "Bool")
+    }
 
     def find_class(self, module: str, name: str) -> Any:
-        tensors = module == "torch._utils" and name.startswith("_rebuild")
-        storage = module == "torch" and name.endswith("Storage")
-        if tensors or storage or (module, name) in self.ALLOWED:
-            return super().find_class(module, name)
-        return _LeftOut
+        return super().find_class(module, name) if (module, name) in self.ALLOWED else _LeftOut
 
 
 class _Pickle:
@@ -450,9 +452,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Convert what the arguments name."""
-    if args.output.resolve() == args.checkpoint.resolve():
-        raise UserError("--output is the checkpoint itself")
-    check_output(args.output)
+    check_output(args.output, [args.checkpoint])
     state, notes = convert_state(load_released(args.checkpoint))
     for note in notes:
         print(f"note: {note}")

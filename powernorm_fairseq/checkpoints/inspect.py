@@ -380,23 +380,26 @@ def main(args: argparse.Namespace) -> int:
     wrong = False
     for path in args.checkpoints:
         state = load_checkpoint(path)
-        norms = running_norms(state["model"])
+        try:
+            norms, found = running_norms(state["model"]), findings(state)
+            summaries = {site: summary(norm) for site, norm in norms.items()}
+            shown = table(norms) if norms else "no norm with running statistics"
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise UserError(f"{path} is a damaged checkpoint: {type(error).__name__}: {error}") from error
         released = [key for key in state["model"] if key.endswith(".running_phi")]
         if released:
             raise UserError(
                 f"{path} is a checkpoint of the released PowerNorm code: `powernorm_fairseq convert` it first"
             )
-        found = findings(state)
         wrong = wrong or bool(found)
         say(f"{path}: {run_updates(state)} updates")
-        say(table(norms) if norms else "no norm with running statistics")
+        say(shown)
         for text in found:
             say(f"* {text}")
         if not found:
             say("nothing looks wrong")
-        record = {"path": str(path), "num_updates": run_updates(state)}
-        record["norms"] = {site: summary(norm) for site, norm in norms.items()}
-        records.append({**record, "findings": found})
+        record = {"path": str(path), "num_updates": run_updates(state), "norms": summaries, "findings": found}
+        records.append(record)
         if first:
             compared = compare(first, state)
             wrong = wrong or (args.equal and differs(compared))

@@ -130,7 +130,7 @@ def _load(state: Dict[str, Any], source: Path, data: Optional[str]) -> Any:
     loading = {**state, "cfg": cfg, "args": None}
     try:
         models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(source)], state=loading)
-    except (FileNotFoundError, RuntimeError, ValueError) as error:
+    except Exception as error:  # fairseq raises nothing more specific
         raise UserError(f"{source}: the model cannot be built: {error}") from error
     return models[0].float(), cfg, task
 
@@ -168,6 +168,8 @@ def _run(model: Any, device: Any, epoch: Any, batches: int, seed: int, say: Say)
     from fairseq.data import data_utils
 
     total = min(batches, len(epoch))
+    if total == 0:
+        raise UserError("no training sentence fits into a batch: give a larger --max-tokens")
     if total < batches:
         say(f"the training set has {total} batches, fewer than {batches}; all are taken")
     began = spoke = time.monotonic()
@@ -235,10 +237,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Re-estimate what the arguments name."""
     check_batches(args.batches, args.max_tokens)
-    check_output(args.output)
+    check_output(args.output, [args.checkpoint])
     state = load_checkpoint(args.checkpoint)
-    if args.output.exists() and args.output.samefile(args.checkpoint):
-        raise UserError("the output would replace the checkpoint, with its optimiser state; give another name")
     if args.ema:
         state = shadow_of(state, args.checkpoint)
     state = reestimate(state, args.checkpoint, args.batches, data=args.data, max_tokens=args.max_tokens, seed=args.seed)

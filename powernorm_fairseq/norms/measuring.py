@@ -59,7 +59,7 @@ def measuring(model: nn.Module) -> Iterator[Meter]:
 
     Each batch is normalised by its own statistics; no backward pass is needed, and none may be run. Nothing changes
     until :meth:`Meter.assign`. With several workers each measures its own batches. Norms that are in evaluation mode
-    normalise as always and measure nothing.
+    normalise as always and measure nothing, which :meth:`Meter.assign` refuses.
 
     Raises:
         RuntimeError: a norm is being measured already.

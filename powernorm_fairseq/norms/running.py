@@ -5,6 +5,7 @@ So a norm's contribution (a token count and sums over tokens) is recorded when t
 contributions of an update are absorbed in one step.
 """
 
+import logging
 from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from powernorm_fairseq.norms.base import Norm, choice, divisor
+
+logger = logging.getLogger(__name__)
 
 _gradient_scale = 1.0
 
@@ -131,6 +134,7 @@ class RunningNorm(Norm):
             self.register_buffer(name, torch.zeros((), dtype=torch.float32))
         self._pending: Optional[Tensor] = None
         self._added_up: Optional[Callable[[], Tensor]] = None
+        self._ever_given = False
         self.measuring = False
         self.tally: Optional[Tensor] = None
         self._stated_updates: Optional[int] = None
@@ -156,6 +160,11 @@ class RunningNorm(Norm):
     def normalize(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
         if not self.training:
             return self.normalize_by_statistics(x, padding)
+        if getattr(self, "_is_replica", False):
+            raise RuntimeError(
+                "torch.nn.DataParallel throws away what its replicas gather, so that running statistics would never "
+                "change: use DistributedDataParallel with norms.sharing.SharedStatistics"
+            )
         if self.measuring:
             with torch.no_grad():
                 self.tally = _plus(self.tally, self._guarded(True, *self.measure(x, padding)))
@@ -216,6 +225,7 @@ class RunningNorm(Norm):
         For whoever adds it up over the workers and hands the total to :meth:`take_total`.
         """
         self.commit()
+        self._ever_given = True
         pending, self._pending = self._pending, None
         if pending is None:
             device = self.updates_tracked.device
@@ -236,6 +246,11 @@ class RunningNorm(Norm):
         if self.shared:
             pending = None if self._added_up is None else self._added_up()
             self._added_up = None
+            if self._pending is not None and not self._ever_given:
+                self._ever_given = True  # says it once
+                logger.warning(
+                    "SharedStatistics.reduce() was never called, so that running statistics stay as they are"
+                )
         else:
             pending, self._pending = self._pending, None
         if pending is None:

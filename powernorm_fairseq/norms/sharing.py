@@ -76,10 +76,13 @@ class SharedStatistics:
             norm.workers = self.workers if norm.sync == "batch" else None
 
     @torch.no_grad()
-    def reduce(self) -> None:
-        """Starts to add up what the backward passes since the last call have gathered; each worker must call it.
+    def reduce(self, absorb: bool = True) -> None:
+        """Adds up what the backward passes since the last call have gathered; each worker must call it.
 
-        Returns at once: a norm waits for the sums when it absorbs them.
+        Args:
+            absorb: False only starts to, and returns at once. A norm then waits for the sums when it absorbs them, by
+                ``commit()`` or ``set_num_updates``, which all workers must do at the same place; ``discard_pending()``
+                gives up an update that failed.
         """
         if not self.norms:
             return
@@ -92,6 +95,13 @@ class SharedStatistics:
         for norm, part in zip(self.norms.values(), parts):
             norm.take_total(partial(self._last.part, slice(start, start + part.numel())))
             start += part.numel()
+        if absorb:
+            self.commit()
+
+    def commit(self) -> None:
+        """Ends the update at all norms."""
+        for norm in self.norms.values():
+            norm.commit()
 
     @torch.no_grad()
     def differences(self) -> List[str]:
@@ -101,6 +111,7 @@ class SharedStatistics:
         """
         if not self.norms:
             return []
+        self.commit()
         names, values = [], []
         for name, norm in self.norms.items():
             for key, buffer in norm.named_buffers(recurse=False):

@@ -140,6 +140,9 @@ def test_the_command(checkpoints, tmp_path, capsys):
     assert load_checkpoint(output)["last_optimizer_state"] is None
     assert main(["average", "--output", str(output)]) == 1
     assert "either --folder or --inputs" in capsys.readouterr().err
+    before = output.read_bytes()
+    assert main(["average", "--inputs", str(checkpoints / "checkpoint1.pt"), str(output), "--output", str(output)]) == 1
+    assert "the output would replace" in capsys.readouterr().err and output.read_bytes() == before
 
 
 def average_as_fairseq(paths, output):

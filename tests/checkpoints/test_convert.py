@@ -2,6 +2,8 @@
 
 import math
 import os
+import pickle
+import zipfile
 from argparse import Namespace
 from collections import OrderedDict
 
@@ -514,12 +516,32 @@ def test_files_of_other_programs_are_refused(state, message, tmp_path):
         load_released(tmp_path / "other.pt")
 
 
+def dotted(code):
+    """A pickle that calls eval, found by a path of names that begins with one that is allowed."""
+
+    def text(word):
+        return pickle.SHORT_BINUNICODE + bytes([len(word)]) + word.encode()
+
+    def call(argument):
+        return text(argument) + pickle.TUPLE1 + pickle.REDUCE
+
+    name = text("torch._utils") + text("_rebuild_tensor.__builtins__.__getitem__") + pickle.STACK_GLOBAL
+    return pickle.PROTO + bytes([4]) + name + call("eval") + call(code) + pickle.STOP
+
+
 def test_broken_files_are_refused_and_no_code_in_a_file_runs(save, tmp_path, capsys):
     with pytest.raises(UserError, match="no checkpoint"):
         load_released(tmp_path / "none.pt")
     old = checkpoint(options())
     whole = save({**old, "trap": Trap(tmp_path / "trapped")}, tmp_path / "old.pt")
     assert load_released(whole)["args"] == old["args"]
+    assert not (tmp_path / "trapped").exists()
+    with zipfile.ZipFile(tmp_path / "path.pt", "w") as archive:
+        archive.writestr("a/data.pkl", dotted(f"open({str(tmp_path / 'trapped')!r}, 'w')"))
+        archive.writestr("a/version", "3\n")
+        archive.writestr("a/byteorder", "little")
+    with pytest.raises(UserError):
+        load_released(tmp_path / "path.pt")
     assert not (tmp_path / "trapped").exists()
     (tmp_path / "half.pt").write_bytes(whole.read_bytes()[:5000])
     with pytest.raises(UserError, match="cannot be read as a checkpoint"):
@@ -528,7 +550,7 @@ def test_broken_files_are_refused_and_no_code_in_a_file_runs(save, tmp_path, cap
     assert main(["convert", str(whole), "--output", str(whole)]) == 1
     assert main(["convert", str(whole), "--output", str(tmp_path / "no" / "new.pt")]) == 1
     errors = capsys.readouterr().err
-    assert "is the checkpoint itself" in errors and "no folder" in errors
+    assert "the output would replace" in errors and "no folder" in errors
     assert whole.read_bytes() == before
 
 

@@ -288,6 +288,16 @@ def test_a_checkpoint_without_running_norms_and_unreadable_ones(tmp_path, capsys
     assert main(["inspect", str(tmp_path / "w.pt")]) == 0
     assert "no norm with running statistics" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "none.pt")]) == 1
+    capsys.readouterr()
+    for name, value in (("updates_tracked", torch.ones(0)), ("running_psi_sq", torch.ones(0))):
+        damaged = {**state, "model": {**state["model"], f"{POWER}.{name}": value}}
+        torch.save(damaged, tmp_path / "damaged.pt")
+        assert main(["inspect", str(tmp_path / "damaged.pt")]) == 1
+        assert "damaged.pt is a damaged checkpoint" in capsys.readouterr().err
+    for model in ([1], None):
+        torch.save({**state, "model": model}, tmp_path / "list.pt")
+        assert main(["inspect", str(tmp_path / "list.pt")]) == 1
+        assert "it has no model" in capsys.readouterr().err
     state["model"][f"{POWER}.running_phi"] = torch.ones(1, 8, 1, 1)
     torch.save(state, tmp_path / "old.pt")
     assert main(["inspect", str(tmp_path / "old.pt")]) == 1

@@ -165,6 +165,19 @@ def test_the_same_seed_gives_the_same_bits(language_model, tmp_path):
     assert not any(torch.equal(value, other[key]) for key, value in first.items() if is_statistic(key))
 
 
+def test_batches_are_shuffled_by_the_seed_and_sized_by_max_tokens(language_model):
+    from fairseq import checkpoint_utils
+
+    models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(language_model)])
+    cfg.dataset.batch_size = 2
+    firsts = {}
+    for seed, max_tokens in ((1, None), (1, None), (2, None), (1, 320)):
+        first = next(iter(module._batches(cfg, task, models[0], max_tokens, seed)))
+        assert len(first["id"]) == (2 if max_tokens is None else 5)  # blocks of 64 tokens
+        firsts.setdefault((seed, max_tokens), []).append(first["id"].tolist())
+    assert firsts[1, None][0] == firsts[1, None][1] != firsts[2, None][0]
+
+
 def test_dropout_is_on(language_model):
     """The same batches give other statistics if the config has no dropout."""
     models = []
@@ -254,8 +267,9 @@ def test_refusals_of_arguments(language_model, tmp_path, capsys):
         ([language_model, output, "--max-tokens", 0], "at least 1 token, not 0"),
         ([language_model, tmp_path / "no" / "new.pt"], "no folder"),
         ([language_model, tmp_path], "is a folder"),
-        ([language_model, language_model], "would replace the checkpoint"),
+        ([language_model, language_model], "the output would replace"),
         ([tmp_path / "no.pt", output], "no checkpoint"),
+        ([language_model, output, "--max-tokens", 1], "no training sentence fits into a batch"),
         ([language_model, output, "--ema"], "has no shadow model: it was not trained with --store-ema"),
     ):
         assert command(*arguments) == 1

@@ -155,6 +155,22 @@ def test_evaluation_mode_measures_nothing(name):
 
 
 @running
+def test_what_was_pending_before_is_absorbed_first(name):
+    """Else it would be absorbed afterwards, on top of what was measured."""
+    plain, measured = make(name), make(name)
+    for norm in (plain, measured):
+        step(norm, *some(2))
+    plain.commit()
+    with measuring(measured) as meter, torch.no_grad():
+        measured(some(1)[0])
+        meter.assign()
+    assigned = copy.deepcopy(measured.state_dict())
+    measured.commit()
+    assert_same_state(measured.state_dict(), assigned)
+    assert measured.updates_tracked == plain.updates_tracked == 1
+
+
+@running
 def test_batches_that_are_not_finite_are_counted_and_left_out(name):
     norm = make(name)
     wanted = copy.deepcopy(norm)

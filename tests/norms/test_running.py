@@ -224,6 +224,21 @@ def test_sums_that_are_not_finite_are_dropped_and_counted(name, bad, where):
 
 
 @running
+def test_an_update_with_two_bad_micro_batches_is_skipped_once_and_dummies_never(name):
+    norm = make(name)
+    norm.set_num_updates(0)
+    x, dy = some(0)
+    x[0, 0] = math.inf
+    for _ in range(2):
+        step(norm, x, dy)
+    norm.set_num_updates(1)
+    assert norm.updates_skipped == 1
+    step(norm, x, torch.zeros_like(dy))
+    norm.set_num_updates(2)
+    assert norm.updates_skipped == 1 and norm.updates_tracked == 0
+
+
+@running
 def test_an_update_of_bad_sums_only_is_no_update(name):
     norm = make(name)
     step(norm, torch.full((4, 6), math.nan, dtype=torch.float64), torch.ones(4, 6))

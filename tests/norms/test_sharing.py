@@ -64,7 +64,7 @@ def train_shared(case, worker):
     for update in range(UPDATES):
         norm.set_num_updates(update)
         gradients.append([step(norm, *batch)[1] for batch in batches(update, worker)])
-        shared.reduce()
+        shared.reduce(absorb=False)
         norm.set_num_updates(update + 1)
         states.append(copy.deepcopy(norm.state_dict()))
     return {"dx": gradients, "states": states, "differences": shared.differences()}
@@ -132,18 +132,24 @@ def recomputed(worker):
 
 
 def with_ddp(worker):
-    """A plain loop around torch's DistributedDataParallel, without set_num_updates and with two micro-batches."""
+    """A plain loop around torch's DistributedDataParallel, without set_num_updates and with two micro-batches.
+
+    By default it copies the first worker's buffers to the others before a forward pass; and only the first saves.
+    """
     model = torch.nn.parallel.DistributedDataParallel(Layers())
     shared = SharedStatistics(model)
+    states = []
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for update in range(3):
         optimizer.zero_grad()
         for x, dy, _ in batches(update, 0 if worker == 0 else 2):
             model(x).backward(dy)
         shared.reduce()
+        if worker == 0:
+            states.append(copy.deepcopy(model.state_dict()))
+            model.eval().train()
         optimizer.step()
-    model.eval()
-    return {"state": model.module.state_dict(), "differences": shared.differences()}
+    return {"state": model.module.state_dict(), "differences": shared.differences(), "saved": states}
 
 
 def misuse(worker):
@@ -160,9 +166,16 @@ def misuse(worker):
     except RuntimeError as error:
         found["not_reduced"] = str(error)
     norm.discard_pending()
-    shared.reduce()
+    shared.reduce(absorb=False)
     norm.set_num_updates(1)
     found["after_discarding"] = float(norm.updates_tracked)
+    for batch in batches(0, worker):
+        step(norm, *batch)
+        shared.reduce(absorb=False)
+    if worker == 0:
+        norm.commit()  # the other has yet to
+    found["in_flight"] = shared.differences()
+    found["reduced_twice"] = float(norm.updates_tracked)
     copied = copy.deepcopy(norm)
     found["copy"] = (copied.shared, copied.workers)
     found["equal"] = shared.differences()
@@ -189,7 +202,7 @@ def given_up(worker):
     shared = SharedStatistics(norm)
     norm.set_num_updates(0)
     step(norm, *batches(7, worker)[0])
-    shared.reduce()
+    shared.reduce(absorb=False)
     norm.discard_pending()
     for batch in batches(0, worker):
         step(norm, *batch)
@@ -320,6 +333,7 @@ def test_a_plain_loop_with_ddp(found):
     states = [found[worker]["with_ddp"]["state"] for worker in range(WORKERS)]
     assert_same_state(*states)
     assert states[0]["one.1.updates_tracked"] == 3 and states[0]["two.1.updates_tracked"] == 3
+    assert [state["module.one.1.updates_tracked"] for state in found[0]["with_ddp"]["saved"]] == [1, 2, 3]
     assert [found[worker]["with_ddp"]["differences"] for worker in range(WORKERS)] == [[], []]
 
 
@@ -329,6 +343,7 @@ def test_what_is_not_added_up_is_not_absorbed(found):
         assert result["after_eval"] == result["after_discarding"] == 0
         assert "SharedStatistics.reduce()" in result["not_reduced"]
         assert result["copy"] == (False, None)
+        assert result["in_flight"] == [] and result["reduced_twice"] == 2
 
 
 def test_differences_between_workers_are_named(found):
@@ -355,6 +370,27 @@ def test_workers_that_share_nothing(found):
         alone.commit()
         assert_same_state(found[worker]["not_shared"]["state"], alone.state_dict())
         assert found[worker]["not_shared"]["differences"] == []
+
+
+def test_sums_that_nobody_adds_up_are_warned_of(caplog):
+    norm = make("power")
+    norm.shared = True
+    for batch in batches(0, 0):
+        step(norm, *batch)
+        norm.eval().train()
+    (said,) = caplog.messages
+    assert "SharedStatistics.reduce() was never called" in said
+
+
+@running
+def test_replicas_of_data_parallel_are_refused(name):
+    """What they gather would be lost without a word."""
+    norm = make(name)
+    replica = norm._replicate_for_data_parallel()
+    replica.weight, replica.bias = norm.weight, norm.bias  # as torch.nn.parallel.replicate does
+    with pytest.raises(RuntimeError, match="DistributedDataParallel"):
+        replica(torch.ones(3, CHANNELS, dtype=torch.float64))
+    replica.eval()(torch.ones(3, CHANNELS, dtype=torch.float64))
 
 
 @running

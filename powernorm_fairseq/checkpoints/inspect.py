@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from powernorm_fairseq.checkpoints.average import load_checkpoint, note_of
+from powernorm_fairseq.norms import RunningNorm
 from powernorm_fairseq.processes import UserError
 
 LOOKS_WRONG = 3
@@ -25,7 +26,7 @@ LARGEST_STATISTIC = 1e4
 SMALLEST_STATISTIC = 1e-6
 LARGEST_GAIN = 100.0
 
-COUNTERS = ("updates_tracked", "updates_skipped", "updates_bounded")
+COUNTERS = RunningNorm.COUNTERS
 HALF = (torch.float16, torch.bfloat16)
 STATISTICS = ("running_psi_sq", "running_nu", "running_mean", "running_var")
 

@@ -126,8 +126,8 @@ def _load(state: Dict[str, Any], source: Path, data: Optional[str]) -> Any:
         if not Path(folder).is_dir():
             advice = "give its folder with --data" if data is None else "see --data"
             raise UserError(f"no binarised text in {folder}, seen from {Path.cwd()}: {advice}")
-    # The path is only asked whether it exists.
-    loading = {**state, "cfg": cfg, "args": None}
+    # The path is only asked whether it exists. fairseq brings entries of the model up to date in what it is given.
+    loading = {**state, "model": state["model"].copy(), "cfg": cfg, "args": None}
     try:
         models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(source)], state=loading)
     except Exception as error:  # fairseq raises nothing more specific

@@ -11,6 +11,7 @@ from powernorm_fairseq.version import __version__
 
 # Command -> (module with add_arguments(parser) and main(args) -> exit code, what the command does).
 COMMANDS = {
+    "fetch": ("powernorm_fairseq.corpora.fetch", "the public data sets: what they are, and their files"),
     "prepare": ("powernorm_fairseq.corpora.prepare", "raw text to what fairseq reads"),
     "run": ("powernorm_fairseq.experiment.run", "train, average, decode and score what one YAML describes"),
     "floor": ("powernorm_fairseq.experiment.floor", "the score that what knows nothing reaches on the same text"),

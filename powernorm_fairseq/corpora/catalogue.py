@@ -120,7 +120,8 @@ CATALOGUE: Dict[str, DataSet] = {
             for language in _LANGUAGES
         ),
         licence="TED talks, CC BY-NC-ND (recalled)",
-        citation="Luong and Manning, Stanford neural machine translation systems for spoken language domain, IWSLT 2015",
+        citation="Luong and Manning, Stanford neural machine translation systems for spoken language domain,"
+        " IWSLT 2015",
         counts=(
             Count("train pairs", 133_317, RECALLED),
             Count("valid pairs", 1_553, "public READMEs"),
@@ -175,8 +176,8 @@ CATALOGUE: Dict[str, DataSet] = {
             Count("valid pairs", 3_000, "public listings"),
             Count("test pairs", 3_003, "lines of newstest2014 in test-full.tgz"),
         ),
-        note="The training counts are those before cleaning. Validation is newstest2013 of dev.tgz (WMT17's; the dev.tgz"
-        " of other years are other files), test is newstest2014 of test-full.tgz.",
+        note="The training counts are those before cleaning. Validation is newstest2013 of dev.tgz (that of WMT17;"
+        " those of other years are other files), test is newstest2014 of test-full.tgz.",
     ),
     "ptb": DataSet(
         title="Penn Treebank language-modelling text, as Mikolov prepared it",
@@ -197,8 +198,8 @@ CATALOGUE: Dict[str, DataSet] = {
             Count("test tokens", 82_430, "published counts"),
             Count("vocabulary", 10_000, "published counts"),
         ),
-        why_not="the Penn Treebank is licensed by the Linguistic Data Consortium to its licensees, and the copies that lie"
-        " on public servers give nobody that licence; so this project neither ships nor downloads it, and takes your own"
+        why_not="the Penn Treebank is licensed by the Linguistic Data Consortium to its licensees, and the copies on"
+        " public servers give nobody that licence; so this project neither ships nor downloads it, and takes your own"
         " copy: the three files ptb.train.txt, ptb.valid.txt and ptb.test.txt",
         note="Tokens include one end-of-line for each line.",
     ),
@@ -233,8 +234,8 @@ CATALOGUE: Dict[str, DataSet] = {
             Count("valid articles", 60, "published counts"),
             Count("test articles", 60, "published counts"),
         ),
-        note="Tokens include one end-of-line for each line. The old address at s3.amazonaws.com is dead. Salesforce/wikitext"
-        " on the Hugging Face hub is the same text in another format, which is not taken here.",
+        note="Tokens include one end-of-line for each line. The old address at s3.amazonaws.com is dead."
+        " Salesforce/wikitext on the Hugging Face hub is the same text in another format, which is not taken here.",
     ),
     "enwik8": DataSet(
         title="enwik8: the first 100,000,000 bytes of an English Wikipedia dump of 2006",
@@ -253,6 +254,7 @@ CATALOGUE: Dict[str, DataSet] = {
         licence="GFDL (recalled)",
         citation="Mahoney, Large text compression benchmark",
         counts=(
+            Count("bytes", 100_000_000, MAHONEY),
             Count("train bytes", 90_000_000, RECALLED),
             Count("valid bytes", 5_000_000, RECALLED),
             Count("test bytes", 5_000_000, RECALLED),
@@ -281,11 +283,8 @@ def readable_size(size: Optional[float]) -> str:
         return "?"
     if size < 1000:
         return f"{size:.0f} B"
-    for unit in ("kB", "MB", "GB"):
-        size /= 1000
-        if size < 999.95:
-            break
-    return f"{size:.1f} {unit}"
+    power = 1 + (size >= 999_950) + (size >= 999_950_000)
+    return f"{size / 1000**power:.1f} {['kB', 'MB', 'GB'][power - 1]}"
 
 
 def known_by(file: File) -> str:

@@ -102,6 +102,7 @@ def fetch(file: File, folder: Path, manner: Manner = USUAL, say: Say = tell) -> 
             except WrongFileError as error:
                 aside = folder / f"{file.name}.wrong"
                 os.replace(transfer.part, aside)
+                transfer.forget()
                 problems.append(f"{address}: {error} (kept as {aside})")
             say(problems[-1])
         raise UserError(

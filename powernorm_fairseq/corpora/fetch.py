@@ -3,6 +3,7 @@
 import argparse
 import tarfile
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Dict, List, Sequence
 
@@ -66,19 +67,19 @@ def assign(data: DataSet, archives: Sequence[Path], unpacked: Path) -> Dict[str,
         UserError: a copy is missing or none of these.
     """
     copies: Dict[str, Path] = {}
-    names = {file.name: file for file in data.files}
+    names = [file.name for file in data.files]
     for archive in archives:
         if not archive.is_file():
             raise UserError(f"no file {archive}")
-        inside = [] if archive.name in names else _unpack(archive, data.files, unpacked)
         if archive.name in names:
             copies[archive.name] = archive
-        elif inside:
-            copies.update({path.name: path for path in inside})
-        elif len(names) == len(archives) == 1:
-            copies[next(iter(names))] = archive
-        else:
+            continue
+        if len(names) == len(archives) == 1:
+            return {name: archive for name in names}
+        inside = _unpack(archive, data.files, unpacked)
+        if not inside:
             raise UserError(f"{archive} bears the name of none of the files, which are " + ", ".join(names))
+        copies.update({path.name: path for path in inside})
     return copies
 
 
@@ -86,9 +87,9 @@ def _unpack(archive: Path, files: Sequence[File], target: Path) -> List[Path]:
     """Files of these names out of a tar archive, wherever in it they are; nothing else is written."""
     found = []
     wanted = {file.name for file in files}
-    if not tarfile.is_tarfile(archive):
-        return []
     try:
+        if not tarfile.is_tarfile(archive):
+            return []
         with tarfile.open(archive) as tar:
             for member in tar:
                 name = Path(member.name).name
@@ -96,6 +97,6 @@ def _unpack(archive: Path, files: Sequence[File], target: Path) -> List[Path]:
                 if content is not None:
                     (target / name).write_bytes(content.read())
                     found.append(target / name)
-    except (tarfile.TarError, EOFError) as error:
+    except (tarfile.TarError, EOFError, zlib.error) as error:
         raise UserError(f"{archive} is damaged or not whole ({error})") from error
     return found

@@ -1,10 +1,17 @@
-"""A web server on this machine that misbehaves as told."""
+"""A web server on this machine that misbehaves as told, and what it has to send."""
 
+import gzip
+import hashlib
+import io
 import re
+import tarfile
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Callable, Dict, List
+
+from powernorm_fairseq.corpora.download import Manner
+from tests.commands import ROOT
 
 
 class Page:
@@ -94,3 +101,32 @@ class Server(ThreadingHTTPServer):
 
     def address(self, path: str) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}{path}"
+
+
+QUICK = Manner(timeout=5.0, tries=3, wait=0.01, every=60.0)
+# Real text; incompressible enough in a gzip file to be cut anywhere.
+TEXT = (ROOT / "README.md").read_bytes()
+
+
+def tgz():
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name in ("README.md", "LICENSE"):
+            tar.add(ROOT / name, name)
+    return buffer.getvalue()
+
+
+ARCHIVE = tgz()
+# Several times what is read at once.
+LONG = gzip.compress(bytes(range(256)) * 1200, 0)
+
+
+def sha256(body):
+    return "sha256:" + hashlib.sha256(body).hexdigest()
+
+
+RIGHT = (sha256(ARCHIVE),)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")

@@ -136,6 +136,13 @@ def test_a_zip_is_known_by_the_text_in_it(server, get):
     get("/a", **file)
 
 
+def test_a_damaged_zip_without_any_checksum(server, get):
+    body = zipped(TEXT)
+    server.add("/a", body[:1000] + bytes([body[1000] ^ 1]) + body[1001:])
+    with pytest.raises(UserError, match="damaged"):
+        get("/a", checksums=(), name="a.zip")
+
+
 def test_a_local_copy(tmp_path, said):
     copy, folder = tmp_path / "copy.tgz", tmp_path / "raw"
     copy.write_bytes(ARCHIVE)

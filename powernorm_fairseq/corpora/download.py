@@ -149,7 +149,11 @@ def _accept(path: Path, file: File, folder: Path, origin: str, say: Say) -> None
     if file.checksums:
         say(f"{file.name}: checksums are right")
     else:
-        known = "its text has the published checksum" if file.members else "no checksum of it is public, so compare"
+        known = (
+            "its text has the published checksum"
+            if file.members
+            else "no checksum of it is public, compare it where you can"
+        )
         say(f"{file.name}: sha256 {sha256}; {known}; a later change will be noticed")
     with open(path, "rb") as opened:
         os.fsync(opened.fileno())
@@ -165,7 +169,7 @@ def clear_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
-                f"no space left on the disk of {folder}; what has arrived is kept: make room and run the same again"
+                f"no space left on the disk of {folder} ({error.strerror}); what has arrived is kept: make room and run the same again"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise UserError(

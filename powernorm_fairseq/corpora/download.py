@@ -169,7 +169,8 @@ def clear_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
-                f"no space left on the disk of {folder} ({error.strerror}); what has arrived is kept: make room and run the same again"
+                f"no space left on the disk of {folder} ({error.strerror});"
+                " what has arrived is kept: make room and run the same again"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise UserError(

@@ -14,6 +14,7 @@ COMMANDS = {
     "fetch": ("powernorm_fairseq.corpora.fetch", "the public data sets: what they are, and their files"),
     "prepare": ("powernorm_fairseq.corpora.prepare", "raw text to what fairseq reads"),
     "run": ("powernorm_fairseq.experiment.run", "train, average, decode and score what one YAML describes"),
+    "score": ("powernorm_fairseq.evaluation.score", "BLEU and chrF of translations, and whether systems differ"),
     "floor": ("powernorm_fairseq.experiment.floor", "the score that what knows nothing reaches on the same text"),
     "demo": (
         "powernorm_fairseq.experiment.demo",

@@ -1,11 +1,18 @@
 """BLEU against sacreBLEU's own command, and text that must not be scored."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
-from powernorm_fairseq.evaluation.bleu import hypotheses_of, sacrebleu_score
+from powernorm_fairseq.evaluation.bleu import (
+    chrf_score,
+    compound_bleu,
+    hypotheses_of,
+    sacrebleu_score,
+    tokenised_bleu,
+)
 from powernorm_fairseq.processes import UserError
 from tests.commands import write_lines
 from tests.conftest import SAMPLE
@@ -44,8 +51,20 @@ def test_equal_text_scores_100(references):
 
 @pytest.mark.parametrize("mark", ["con@@ nected now", "now con@@", "\u2581connected \u2581now"])
 def test_subword_marks_are_refused(references, mark):
-    with pytest.raises(UserError, match="line 3 still has subword marks"):
+    with pytest.raises(UserError, match=r"line 3 still has subword marks.*\n.*--remove-bpe"):
         sacrebleu_score([*references[:2], mark], references[:3])
+
+
+@pytest.mark.parametrize("mark", ["con@@ nected now", "now con@@", "\u2581connected \u2581now"])
+@pytest.mark.parametrize("score", [sacrebleu_score, tokenised_bleu, compound_bleu, chrf_score])
+def test_subword_marks_in_references_are_refused(references, mark, score):
+    with pytest.raises(UserError, match="reference in line 3 still has subword marks"):
+        score(references[:3], [*references[:2], mark])
+
+
+@pytest.mark.parametrize("text", ["@@ -1,2 +3 @@ in a patch", "a bar \u2581\u2582\u2583 of blocks"])
+def test_what_people_write_is_no_subword_mark(references, text):
+    assert sacrebleu_score(references[:2], [references[0], text])["bleu"] > 0
 
 
 def test_an_address_is_no_subword_mark():
@@ -55,22 +74,38 @@ def test_an_address_is_no_subword_mark():
     )
 
 
-def test_lines_must_pair_up(references):
+@pytest.mark.parametrize("score", [sacrebleu_score, tokenised_bleu, compound_bleu, chrf_score])
+def test_lines_must_pair_up(references, score):
     with pytest.raises(UserError, match="9 hypotheses for 10 references"):
-        sacrebleu_score(references[:9], references[:10])
+        score(references[:9], references[:10])
 
 
-def test_nothing_to_score_is_refused(references):
+@pytest.mark.parametrize("score", [sacrebleu_score, tokenised_bleu, compound_bleu, chrf_score])
+def test_nothing_to_score_is_refused(references, score):
     with pytest.raises(UserError, match="no lines"):
-        sacrebleu_score([], [])
+        score([], [])
     with pytest.raises(UserError, match="reference in line 2 is empty"):
-        sacrebleu_score(["a", "b"], ["a", " "])
+        score(["a", "b"], ["a", " "])
     with pytest.raises(UserError, match="every hypothesis is empty"):
-        sacrebleu_score(["", " "], references[:2])
+        score(["", " "], references[:2])
 
 
-def test_a_model_that_says_nothing_scores_0(references):
-    assert sacrebleu_score([""] * 10, references[:10], allow_empty=True)["bleu"] == 0
+@pytest.mark.parametrize("score", [sacrebleu_score, tokenised_bleu, compound_bleu])
+def test_a_model_that_says_nothing_scores_0(references, score):
+    assert score([""] * 10, references[:10], allow_empty=True)["bleu"] == 0
+
+
+@pytest.mark.parametrize("lowercase", [False, True])
+def test_chrf_is_that_of_sacrebleus_command(hypotheses, references, lowercase, tmp_path):
+    write_lines(tmp_path / "hypotheses", hypotheses)
+    write_lines(tmp_path / "references", references)
+    command = [sys.executable, "-m", "sacrebleu", str(tmp_path / "references"), "-i", str(tmp_path / "hypotheses")]
+    options = ["-m", "chrf", "-w", "10", "-f", "json", *(["--chrf-lowercase"] if lowercase else [])]
+    printed = json.loads(subprocess.run([*command, *options], stdout=subprocess.PIPE, check=True, text=True).stdout)
+    score = chrf_score(hypotheses, references, lowercase)
+    assert score["chrf"] == pytest.approx(printed["score"], abs=1e-9)
+    assert score["signature"] == printed["signature"] and score["sentences"] == 200
+    assert 50 < score["chrf"] < 95
 
 
 OUTPUT = "S-1\tx\nH-1\t-0.5\tsecond line\nD-1\t-0.5\tno\nINFO done\nH-0\t-0.1\tfirst\u2028line\nH-2\t-1\t\n"

@@ -98,6 +98,25 @@ def test_words(files, capsys):
     assert f"compared with {files / 'seven'} on 120 lines, seed 9" in words and "30 resamples" in words
 
 
+@pytest.mark.parametrize("kind", ["tokenised", "compound"])
+def test_language_and_case_reach_the_scores_and_the_comparison(files, capsys, kind):
+    """English apostrophes are tokenised in another way than German ones."""
+    references = tokenise(lines_of("test.en", 120), "en", lower=False)
+    write_lines(files / "english", references)
+    write_lines(files / "first", [line.lower() for line in without(references, 7)])
+    write_lines(files / "second", [line.lower() for line in without(references, 9)])
+    files_given = ["--hypotheses", files / "first", files / "second", "--references", files / "english"]
+    comparing = ["--compare", "--resamples", 5, "--trials", 5]
+    scores = set()
+    for options in (["--language", "en", "--lowercase"], ["--language", "en"], ["--language", "de", "--lowercase"]):
+        result = as_json(capsys, *files_given, "--kind", kind, *options, *comparing)
+        found = [system["bleu"]["bleu"] for system in result["systems"]]
+        (metric,) = result["comparison"]["metrics"]
+        assert [system["score"] for system in metric["systems"]] == pytest.approx(found, rel=1e-12)
+        scores.add(found[0])
+    assert len(scores) == (3 if kind == "compound" else 2)
+
+
 @pytest.mark.parametrize("kind", ["tokenised", "compound", "sacrebleu"])
 def test_the_comparison_is_of_the_scores(files, capsys, kind):
     """The first file is the baseline, and the scores compared are those printed."""

@@ -26,7 +26,9 @@ def blocks(text, language):
 def commands():
     """All commands as argument lists; ``...`` stands for more of them."""
     lines = "\n".join(block for text in DOCUMENTS for block in blocks(text, "sh")).replace("\\\n", " ").splitlines()
-    found = [shlex.split(line.replace(" ...", ""), comments=True) for line in lines if line and line[0] != " "]
+    found = [
+        shlex.split(re.sub(r" \.\.\.| > \S+", "", line), comments=True) for line in lines if line and line[0] != " "
+    ]
     return [command for command in found if command[0] in PARSERS or command[0] == "powernorm_fairseq"]
 
 

@@ -229,6 +229,21 @@ def test_optimizers_that_scale_the_loss_say_so(kind):
     assert seen == [(8.0, 8.0)] and get_gradient_scale() == 1
 
 
+def test_statistics_go_where_gradients_go():
+    """Trap 16, within a step: AMP's second try, and the micro-batches before one that ran out of memory."""
+    batches = torch.randn(2, 2, 9, 4, generator=torch.Generator().manual_seed(0))
+    norm, alone = create_norm("power", 4), create_norm("power", 4)
+    stand_in = SimpleNamespace(get_model=lambda: norm)
+    (norm(batches[0][0].requires_grad_()) * batches[0][1]).sum().backward()
+    trainer.zero_grad(lambda _: None, stand_in)
+    for module in (norm, alone):
+        (module(batches[1][0].requires_grad_()) * batches[1][1]).sum().backward()
+    trainer.set_num_updates(lambda *_: None, stand_in, 1)
+    alone.commit()
+    assert norm.updates_tracked == 1 and norm.running_nu.any()
+    assert torch.equal(norm.running_psi_sq, alone.running_psi_sq) and torch.equal(norm.running_nu, alone.running_nu)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_a_step_leaves_pending_is_thrown_away(fails):
     """Trap 16: AMP skips a batch after its last retry without a word, and a validation may follow before the next."""

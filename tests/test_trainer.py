@@ -148,10 +148,10 @@ def test_the_warm_up_is_counted_in_updates(norm, translation_data, tmp_path):
     assert counts == [4.0] * 12
 
 
-def of_loss_scale(translation_data, folder, scale, kind):
+def of_loss_scale(translation_data, folder, scale, kind, window=1000):
     """Updates on one batch, which an overflow repeats; the model's state."""
     common = ["--norm", "power", "--norm-warmup-updates", 2, "--train-subset", "test", "--batch-size", 20]
-    common += ["--max-update", 3, "--fp16-init-scale", scale, kind]
+    common += ["--max-update", 3, "--fp16-init-scale", scale, "--fp16-scale-window", window, kind]
     optimizer = ADAM if kind == "--memory-efficient-fp16" else SGD  # not all can do without a copy in single precision
     return trained("translation", translation_data, folder, *common, optimizer=optimizer)
 
@@ -166,6 +166,12 @@ def test_statistics_do_not_depend_on_the_loss_scale(kind, translation_data, tmp_
     assert all(low[key].dtype == torch.float32 for key in statistics)
     for key in statistics:
         assert_close({key: high[key]}, {key: low[key]}, 0.02)  # half precision loses other digits at another scale
+    # Doubled after each update.
+    changing = of_loss_scale(translation_data, tmp_path / "changing", 2, kind, window=1)
+    scales = [torch.load(tmp_path / name / "checkpoint_last.pt")["last_optimizer_state"] for name in ("2", "changing")]
+    assert [state["loss_scale"] for state in scales] == [2, 16]
+    for key in statistics:
+        assert_close({key: changing[key]}, {key: low[key]}, 0.02)
     assert max(float(low[key].abs().max()) for key in statistics if key.endswith("nu")) > 0
     with caplog.at_level("INFO"):
         overflown = of_loss_scale(translation_data, tmp_path / "overflown", 2**11, kind)

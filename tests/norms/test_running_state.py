@@ -93,15 +93,16 @@ def test_a_warm_up_started_again_averages_anew():
 
 
 @pytest.mark.parametrize("warmup", [0, 3])
-def test_the_gradient_scale_leaves_no_trace_in_the_statistics(warmup):
+def test_a_changing_gradient_scale_leaves_no_trace_in_the_statistics(warmup):
     plain, scaled = make("power", warmup_updates=warmup), make("power", warmup_updates=warmup)
     for update in range(5):
         x, dy = some(update)
         y, dx = step(plain, x, dy)
-        with gradient_scale(128):
-            scaled_y, scaled_dx = step(scaled, x, 128 * dy)
+        scale = (128, 64, 2, 4096, 0.5)[update]
+        with gradient_scale(scale):
+            scaled_y, scaled_dx = step(scaled, x, scale * dy)
         close(scaled_y, y, 1e-14)
-        close(scaled_dx / 128, dx, 1e-14)
+        close(scaled_dx / scale, dx, 1e-14)
     for actual, wanted in zip(scaled.state_dict().values(), plain.state_dict().values()):
         close(actual, wanted, 1e-14)
 

@@ -196,6 +196,29 @@ def not_shared(worker):
     return {"state": norm.state_dict(), "differences": shared.differences()}
 
 
+def collectives(worker):
+    """How many, and whether they are waited for, in forward passes, backward passes and the rest of an update."""
+    found = {}
+    original = dist.all_reduce
+    for name, options in (("power", {"sync": "batch"}), ("power", {"sync": "batch", "warmup_updates": 9}),
+                          ("power_v", {"sync": "batch"}), ("batch", {"sync": "batch"}), ("batch", {})):  # fmt: skip
+        model = torch.nn.Sequential(*(create_norm(name, CHANNELS, options) for _ in range(3)))
+        shared = SharedStatistics(model)
+        calls = []
+        dist.all_reduce = lambda *args, calls=calls, **kwargs: calls.append(kwargs) or original(*args, **kwargs)
+        try:
+            y, counts = model(torch.randn(5, CHANNELS).requires_grad_()), [len(calls)]
+            y.sum().backward()
+            counts.append(len(calls) - sum(counts))
+            shared.reduce(absorb=False)
+            counts.append([call.get("async_op", False) for call in calls[sum(counts) :]])
+        finally:
+            dist.all_reduce = original
+        shared.commit()
+        found[name, bool(options.get("warmup_updates")), options.get("sync", "running")] = counts
+    return found
+
+
 def given_up(worker):
     """An update is given up after its sums went out; the next try counts alone."""
     norm = make("power")
@@ -219,7 +242,7 @@ def work(worker, port, folder):
     for case in CASES:
         found["shared", case] = train_shared(case, worker)
         found["in_step", case] = train_in_step(case, worker)
-    for scenario in (layer_left_out, recomputed, with_ddp, misuse, not_shared, given_up):
+    for scenario in (layer_left_out, recomputed, with_ddp, misuse, not_shared, given_up, collectives):
         found[scenario.__name__] = scenario(worker)
     torch.save(found, os.path.join(folder, f"{worker}.pt"))
     dist.destroy_process_group()
@@ -351,6 +374,18 @@ def test_differences_between_workers_are_named(found):
         assert found[worker]["misuse"]["equal"] == []
         unequal = found[worker]["misuse"]["unequal"]
         assert unequal[0] == "running_psi_sq by 0.25" and unequal[1].startswith("running_nu by ")
+
+
+def test_an_update_is_one_asynchronous_collective(found):
+    """PowerNorm after its warm-up has none in the forward and backward passes of its three norms, whatever is asked."""
+    for worker in range(WORKERS):
+        assert found[worker]["collectives"] == {
+            ("power", False, "batch"): [0, 0, [True]],
+            ("power", True, "batch"): [3, 0, [True]],
+            ("power_v", False, "batch"): [3, 3, [True]],
+            ("batch", False, "batch"): [3, 3, [True]],
+            ("batch", False, "running"): [0, 0, [True]],
+        }
 
 
 def test_an_update_given_up_is_forgotten(found):

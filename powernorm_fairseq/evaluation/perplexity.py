@@ -1,4 +1,4 @@
-"""Perplexity per word: of a language model through fairseq-eval-lm, and of a unigram model as the floor."""
+"""Perplexity per word, token or character: of what fairseq-eval-lm prints, and of a unigram model as the floor."""
 
 import math
 import re
@@ -7,7 +7,10 @@ from typing import Any, Dict
 
 import numpy as np
 
+from powernorm_fairseq.evaluation.units import UNITS, Text, measure, token_ids
 from powernorm_fairseq.processes import UserError
+
+__all__ = ["in_units", "perplexity", "score_of", "token_ids", "unigram"]
 
 # "... | INFO | fairseq_cli.eval_lm | 17 the [-2.345678]\tstate [-5.4321]"; "INFO:fairseq_cli.eval_lm:17 the ..." where
 # something else has set up logging first.
@@ -24,13 +27,57 @@ def perplexity(nats: float, words: int) -> float:
         return math.inf
 
 
-def score_of(output: str, expected_tokens: int) -> Dict[str, Any]:
-    """Perplexity per word, end-of-sentence included, from ``fairseq-eval-lm --output-word-probs``.
+def in_units(nats: float, text: Text, unit: str = "word") -> Dict[str, Any]:
+    """What the log-probability of a text is worth, per token, word and, if those are the tokens, character.
 
-    The log-probabilities of the words are added up here, so that the number of tokens is known and not only believed.
+    Args:
+        nats: minus the log-probability of the whole text.
+        unit: what ``perplexity`` is of. ``character`` says that each token is one character (or byte).
+
+    Returns:
+        ``perplexity``, ``unit`` and ``units`` (how many there are); ``tokens``, ``words`` and ``unknown`` of the text;
+        ``nats``, ``nats_per_token``, ``nats_per_word``, ``perplexity_per_token``, ``perplexity_per_word``. Per
+        character instead of per word: ``nats_per_character``, ``bits_per_character``.
 
     Raises:
-        UserError: not exactly ``expected_tokens`` were scored, or the sum is not what fairseq printed.
+        UserError: no such unit, or words where the pieces of one hang together with none.
+    """
+    if unit not in UNITS:
+        raise UserError(f"no unit {unit!r}; there are {', '.join(UNITS)}")
+    if not text.words:
+        raise UserError("the text has no words; are the subwords of another kind?")
+    found: Dict[str, Any] = {
+        "perplexity": perplexity(nats, text.words if unit == "word" else text.tokens),
+        "unit": unit,
+        "units": text.words if unit == "word" else text.tokens,
+        "tokens": text.tokens,
+        "unknown": text.unknown,
+        "nats": nats,
+        "nats_per_token": nats / text.tokens,
+        "perplexity_per_token": perplexity(nats, text.tokens),
+    }
+    if unit == "character":
+        each = nats / text.tokens
+        return {**found, "nats_per_character": each, "bits_per_character": each / math.log(2)}
+    each = nats / text.words
+    return {
+        **found,
+        "words": text.words,
+        "nats_per_word": each,
+        "perplexity_per_word": perplexity(nats, text.words),
+    }
+
+
+def score_of(output: str, text: Text, unit: str = "word") -> Dict[str, Any]:
+    """Perplexity, end-of-sentence included, from ``fairseq-eval-lm --output-word-probs`` without ``--post-process``.
+
+    The log-probabilities of the tokens are added up here, so that their number is known and not only believed.
+
+    Returns:
+        As ``in_units``.
+
+    Raises:
+        UserError: not exactly the tokens of ``text`` were scored, or the sum is not what fairseq printed.
     """
     nats, tokens = 0.0, 0
     for line in output.split("\n"):
@@ -41,36 +88,23 @@ def score_of(output: str, expected_tokens: int) -> Dict[str, Any]:
                 raise UserError(f"cannot read the log-probability in {word[:80]!r}")
             nats -= float(score.group(1))
             tokens += 1
-    if tokens != expected_tokens:
-        raise UserError(f"{tokens} tokens were scored, but the text has {expected_tokens}")
+    if tokens != text.tokens:
+        raise UserError(f"{tokens} tokens were scored, but the text has {text.tokens}")
     printed = _PRINTED.search(output)
     if printed is None:
         raise UserError("fairseq-eval-lm printed no loss")
     bits = nats / tokens / math.log(2)
     if abs(float(printed.group(1)) - bits) > 1e-3 * max(1.0, bits):
         raise UserError(f"the words give a loss of {bits:.4f} bits, fairseq printed {printed.group(1)}")
-    return {"perplexity": perplexity(nats, tokens), "nats_per_word": nats / tokens, "tokens": tokens, "unit": "word"}
+    return in_units(nats, text, unit)
 
 
-def token_ids(data: Path, split: str) -> "np.ndarray[Any, Any]":
-    """All token ids of a split of binarised text, ends of sentence included, in order.
+def unigram(data: Path, subset: str, unit: str = "word", subwords: str = "") -> Dict[str, Any]:
+    """Perplexity of token frequencies alone: estimated on ``train``, scored on ``subset``.
 
-    Raises:
-        UserError: there is no such split.
-    """
-    from fairseq.data import data_utils
-
-    dataset = data_utils.load_indexed_dataset(str(data / split), None, None)
-    if dataset is None:
-        raise UserError(f"no split {split!r} in {data}")
-    return np.concatenate([dataset[index].numpy() for index in range(len(dataset))])
-
-
-def unigram(data: Path, subset: str) -> Dict[str, Any]:
-    """Perplexity of word frequencies alone: estimated on ``train``, scored on ``subset``.
-
-    Both include the ends of sentence. Every word of the dictionary is counted once more than it occurs, so that a word
-    that the training text lacks has a probability.
+    Both include the ends of sentence. Every token of the dictionary is counted once more than it occurs, so that one
+    that the training text lacks has a probability. ``unit``, ``subwords`` and the result are those of ``in_units`` and
+    ``measure``.
     """
     from fairseq.data import Dictionary
 
@@ -81,11 +115,5 @@ def unigram(data: Path, subset: str) -> Dict[str, Any]:
     counts += real
     with np.errstate(divide="ignore"):
         log_probabilities = np.log(counts / counts.sum())
-    test = token_ids(data, subset)
-    nats = float(-log_probabilities[test].sum())
-    return {
-        "perplexity": perplexity(nats, len(test)),
-        "nats_per_word": nats / len(test),
-        "tokens": len(test),
-        "unit": "word",
-    }
+    nats = float(-log_probabilities[token_ids(data, subset)].sum())
+    return in_units(nats, measure(data, subset, subwords), unit)

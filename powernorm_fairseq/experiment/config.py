@@ -10,6 +10,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from powernorm_fairseq.evaluation.units import UNITS
+from powernorm_fairseq.evaluation.windows import Window, window_of
 from powernorm_fairseq.processes import UserError
 
 # What fairseq-train has no flags for. `scoring` is read here alone: fairseq's schema leaves that group open, where
@@ -125,6 +127,10 @@ class Scoring:
         lowercase: BLEU: ignore case, for text that was lower-cased in preparation.
         post_process: BLEU: the kind of subwords to be joined again.
         tokens_per_sample: perplexity: the window, including the context; default: the task's.
+        stride: perplexity: tokens scored in each window, the rest of it being context; default: what
+            ``eval_lm.context_window`` leaves of it.
+        unit: perplexity: ``word``, ``token`` or ``character`` (each token being one); words in pieces are put together
+            as ``post_process`` says.
         max_tokens, batch_size: the size of a batch; they have no influence on scores.
     """
 
@@ -137,6 +143,8 @@ class Scoring:
     lowercase: bool = False
     post_process: str = "subword_nmt"
     tokens_per_sample: Optional[int] = None
+    stride: Optional[int] = None
+    unit: str = "word"
     max_tokens: Optional[int] = None
     batch_size: Optional[int] = None
 
@@ -155,6 +163,7 @@ def scoring_of(config: Config) -> Scoring:
     for name, value, allowed in (
         ("metric", scoring.metric, ("bleu", "perplexity")),
         ("checkpoint", scoring.checkpoint, ("best", "last")),
+        ("unit", scoring.unit, UNITS),
     ):
         if value not in allowed:
             raise UserError(f"scoring.{name} is {value!r}, and must be one of {', '.join(allowed)}")
@@ -163,6 +172,19 @@ def scoring_of(config: Config) -> Scoring:
     if not scoring.subsets:
         raise UserError("scoring.subsets is empty")
     return scoring
+
+
+def scoring_window(config: Config) -> Window:
+    """The window that perplexity is measured with.
+
+    Raises:
+        UserError: it cannot be.
+    """
+    scoring = scoring_of(config)
+    length = scoring.tokens_per_sample or config["task"].get("tokens_per_sample")
+    if length is None:
+        raise UserError("perplexity needs a window: set scoring.tokens_per_sample or task.tokens_per_sample")
+    return window_of(length, scoring.stride, config.get("eval_lm", {}).get("context_window"))
 
 
 def train_arguments(config: Config) -> List[str]:
@@ -187,8 +209,10 @@ def scoring_arguments(config: Config, checkpoint: Path, subset: str) -> List[str
         groups["generation"] = config.get("generation", {})
         own = ["--post-process", scoring.post_process] if scoring.post_process else []
     else:
-        task["tokens_per_sample"] = scoring.tokens_per_sample or task.get("tokens_per_sample")
-        groups["eval_lm"] = {**config.get("eval_lm", {}), "output_word_probs": True}
+        window = scoring_window(config)
+        task["tokens_per_sample"] = window.length
+        own_options = {"context_window": window.context, "output_word_probs": True}
+        groups["eval_lm"] = {**config.get("eval_lm", {}), **own_options}
         own = []
     return [*_arguments(groups), "--path", str(checkpoint), *own]
 

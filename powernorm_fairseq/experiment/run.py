@@ -30,6 +30,7 @@ from powernorm_fairseq.experiment.config import (
     override,
     scoring_arguments,
     scoring_of,
+    scoring_window,
     train_arguments,
     with_norm,
 )
@@ -234,16 +235,14 @@ def bleu(config: Config, folder: Path, checkpoint: Path, subset: str, threads: i
 
 def word_perplexity(config: Config, folder: Path, checkpoint: Path, subset: str, threads: int) -> Dict[str, Any]:
     """Score a subset by fairseq-eval-lm."""
-    from powernorm_fairseq.evaluation.perplexity import score_of, token_ids
+    from powernorm_fairseq.evaluation.perplexity import score_of
+    from powernorm_fairseq.evaluation.units import measure
 
     scoring = scoring_of(config)
+    text = measure(Path(config["task"]["data"]), subset, scoring.post_process)
     output = _program_output("eval-lm", config, folder, checkpoint, subset, threads)
-    window = {
-        "tokens_per_sample": scoring.tokens_per_sample or config["task"].get("tokens_per_sample"),
-        "context_window": config.get("eval_lm", {}).get("context_window", 0),
-        "break_mode": config["task"].get("sample_break_mode", "none"),
-    }
-    return {**score_of(output, len(token_ids(Path(config["task"]["data"]), subset))), **window}
+    window = {**scoring_window(config).described(), "break_mode": config["task"].get("sample_break_mode", "none")}
+    return {**score_of(output, text, scoring.unit), **window}
 
 
 def _program_output(name: str, config: Config, folder: Path, checkpoint: Path, subset: str, threads: int) -> str:

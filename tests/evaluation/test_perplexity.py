@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from powernorm_fairseq.evaluation.perplexity import perplexity, score_of, token_ids, unigram
+from powernorm_fairseq.evaluation.units import Text
 from powernorm_fairseq.experiment import run
 from powernorm_fairseq.experiment.floor import save_untrained
 from powernorm_fairseq.processes import UserError
@@ -19,10 +20,11 @@ LINES = (
     "2026-01-01 00:00:00 | INFO | fairseq_cli.eval_lm | Loss (base 2): {:.4f}, Perplexity: 5.40\n"
 )
 OUTPUT = LINES.format(6.75 / 4 / math.log(2))
+FOUR = Text(tokens=4, words=4, unknown=0)
 
 
 def test_words_are_added_up():
-    score = score_of(OUTPUT, 4)
+    score = score_of(OUTPUT, FOUR)
     assert score["tokens"] == 4 and score["unit"] == "word"
     assert score["perplexity"] == pytest.approx(math.exp(6.75 / 4))
 
@@ -30,14 +32,14 @@ def test_words_are_added_up():
 @pytest.mark.parametrize("expected", [3, 5])
 def test_the_number_of_tokens_must_be_right(expected):
     with pytest.raises(UserError, match=f"4 tokens were scored, but the text has {expected}"):
-        score_of(OUTPUT, expected)
+        score_of(OUTPUT, Text(expected, expected, 0))
 
 
 def test_a_sum_that_fairseq_does_not_print_is_refused():
     with pytest.raises(UserError, match=r"fairseq printed 2\.5000"):
-        score_of(LINES.format(2.5), 4)
+        score_of(LINES.format(2.5), FOUR)
     with pytest.raises(UserError, match="printed no loss"):
-        score_of(OUTPUT.rpartition("2026")[0], 4)
+        score_of(OUTPUT.rpartition("2026")[0], FOUR)
 
 
 def test_a_diverged_model_is_infinitely_perplexed():

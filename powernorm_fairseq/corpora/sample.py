@@ -1,7 +1,6 @@
 """The two sample corpora that come with the project, and how each is prepared."""
 
 from pathlib import Path
-from typing import Callable, Dict
 
 from powernorm_fairseq.corpora.language_model import LanguageModelRecipe, prepare_language_model
 from powernorm_fairseq.corpora.translation import TranslationRecipe, prepare_translation
@@ -21,9 +20,3 @@ def prepare_sample_translation(sample: Path, root: Path) -> Path:
 def prepare_sample_language_model(sample: Path, root: Path) -> Path:
     """State of the Union addresses; ``sample`` is the project's data/sample."""
     return prepare_language_model(sample / "sotu-raw.tar.xz", root, LANGUAGE_MODEL)
-
-
-CORPORA: Dict[str, Callable[[Path, Path], Path]] = {
-    "sample-mt": prepare_sample_translation,
-    "sample-lm": prepare_sample_language_model,
-}

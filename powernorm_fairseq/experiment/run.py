@@ -7,11 +7,9 @@ from its last checkpoint. A folder belongs to one config.
 import argparse
 import json
 import os
-import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 from powernorm_fairseq.checkpoints.average import (
     average_checkpoints,
@@ -20,45 +18,34 @@ from powernorm_fairseq.checkpoints.average import (
     note_of,
     save_checkpoint,
 )
-from powernorm_fairseq.checkpoints.last import mend_last_checkpoint
 from powernorm_fairseq.checkpoints.reestimate import is_statistic, reestimate
 from powernorm_fairseq.experiment import record
 from powernorm_fairseq.experiment.config import (
     Config,
     load_config,
-    number,
     override,
     scoring_arguments,
     scoring_of,
     scoring_window,
-    train_arguments,
     with_norm,
 )
 from powernorm_fairseq.experiment.folder import claim
-from powernorm_fairseq.experiment.log import Follower, clock, validations
-from powernorm_fairseq.processes import (
-    PACKAGE,
-    UserError,
-    cores,
-    failure,
-    fairseq_program,
-    run_to_end,
-    start,
-    stop,
-    write_atomically,
-)
-
-Say = Callable[[str], None]
-PROGRESS_SECONDS = 15.0
+from powernorm_fairseq.experiment.training import Say, train
+from powernorm_fairseq.processes import PACKAGE, cores, fairseq_program, run_to_end, write_atomically
 
 
-def run(config: Config, folder: Path, *, norm: str = "", threads: int = 1, say: Say = print) -> Dict[str, Any]:
+def run(
+    config: Config, folder: Path, *, norm: str = "", path: Optional[Path] = None, threads: int = 1, say: Say = print
+) -> Dict[str, Any]:
     """Do all that is still to be done of one run and return its result.
+
+    A training that diverges is a result too: ``outcome`` is ``diverged``, and there are no scores.
 
     Args:
         config: a complete config; where checkpoints go is set here.
         folder: the run's own folder.
         norm: the name under which tables show the run.
+        path: the file that the config came from, which names the group of runs that this one belongs to.
         threads: for every process of the run.
 
     Raises:
@@ -71,25 +58,41 @@ def run(config: Config, folder: Path, *, norm: str = "", threads: int = 1, say: 
             say("finished before")
             return finished
         training = train(config, folder, threads, say)
-        checkpoint = final_checkpoint(config, folder, say)
-        checkpoint, measured = with_new_statistics(config, folder, checkpoint, threads, say)
-        scores = score(config, folder, checkpoint, threads, say)
         result = {
             "kind": scoring_of(config).metric,
+            "outcome": training["outcome"],
             "norm": norm or config["model"]["_name"],
+            "group": group_of(path) if path else None,
+            "task_kind": "lm" if config["task"]["_name"] == "language_modeling" else "mt",
+            "config_file": str(path) if path else None,
             "model": config["model"]["_name"],
             "task": config["task"]["_name"],
-            "checkpoint": checkpoint.name,
-            "reestimated": measured,
-            "scores": scores,
+            "checkpoint": None,
+            "reestimated": None,
+            "scores": {},
             "reported": scoring_of(config).subsets[-1],
             "training": training,
-            "seed": config["common"].get("seed", 1),
+            "seed": config.get("common", {}).get("seed", 1),
             "config": config,
         }
+        if training["outcome"] == "finished":
+            checkpoint = final_checkpoint(config, folder, say)
+            checkpoint, result["reestimated"] = with_new_statistics(config, folder, checkpoint, threads, say)
+            result["checkpoint"] = checkpoint.name
+            result["scores"] = score(config, folder, checkpoint, threads, say)
         result = record.write(folder, result, threads)
         say("finished: " + in_words(result))
         return result
+
+
+def group_of(path: Path) -> str:
+    """The group of a config: ``sample`` for ``mt/sample.yaml``, ``ptb`` for ``lm/ptb/power.yaml``."""
+    return path.parent.name if is_row(path) else path.stem
+
+
+def is_row(path: Path) -> bool:
+    """Whether a config is one row of a published table, ``mt/GROUP/NORM.yaml`` or ``lm/GROUP/NORM.yaml``."""
+    return path.resolve().parent.parent.name in ("mt", "lm")
 
 
 def placed(config: Config, folder: Path) -> Config:
@@ -98,66 +101,6 @@ def placed(config: Config, folder: Path) -> Config:
     changed.setdefault("checkpoint", {})["save_dir"] = str(folder / "checkpoints")
     changed.setdefault("common", {})["user_dir"] = str(PACKAGE)
     return changed
-
-
-def train(config: Config, folder: Path, threads: int, say: Say) -> Dict[str, Any]:
-    """Train to the end, from where an earlier start was interrupted; returns updates, seconds, last validation."""
-    marker, log, checkpoints = folder / "trained.json", folder / "train.log", folder / "checkpoints"
-    if marker.exists():
-        return json.loads(marker.read_text(encoding="utf-8"))
-    checkpoints.mkdir(exist_ok=True)
-    for words in mend_last_checkpoint(checkpoints, replace_missing=True):
-        say(words)
-    going_on = (checkpoints / "checkpoint_last.pt").exists()
-    log.touch()
-    follower = Follower(log)
-    process = start([*fairseq_program("train"), *train_arguments(config)], log, threads=threads)
-    try:
-        _watch(process, follower, int(number(config, "optimization", "max_update", 0)), going_on, say)
-    finally:
-        stop(process)
-    if process.returncode:
-        raise UserError(failure("fairseq-train", process.returncode, log))
-    state = load_checkpoint(checkpoints / "checkpoint_last.pt")
-    history = validations(log)
-    training = {
-        "updates": state["optimizer_history"][-1]["num_updates"],
-        # fairseq carries this over an interruption; what was lost and repeated is not counted.
-        "seconds": state["extra_state"]["previous_training_time"],
-        "parameters": count_parameters(state),
-        "valid_loss": history[-1].loss if history else None,
-        "valid_nll": history[-1].nll if history else None,
-    }
-    write_atomically(marker, json.dumps(training) + "\n")
-    return training
-
-
-def _watch(process: "subprocess.Popen[bytes]", follower: Follower, updates: int, going_on: bool, say: Say) -> None:
-    """Print progress until the process ends."""
-    say("training goes on" if going_on else "training starts")
-    began = spoke = time.monotonic()
-    # Speed is measured from the first progress on, since before it lie imports and perhaps an earlier training.
-    since: Optional[Tuple[float, int]] = None
-    while process.poll() is None:
-        time.sleep(0.5)
-        now = time.monotonic()
-        if not follower.look():
-            continue
-        if since is None:
-            since = (now, follower.update)
-        elif now - spoke >= PROGRESS_SECONDS and follower.update > since[1]:
-            spoke = now
-            pace = (now - since[0]) / (follower.update - since[1])
-            left = f", {clock(pace * (updates - follower.update))} left" if updates else ""
-            total = f" of {updates}" if updates else ""
-            loss = f"training loss {follower.loss:.2f}"
-            say(f"update {follower.update}{total}, {loss}, {clock(now - began)} gone{left}")
-
-
-def count_parameters(state: Dict[str, Any]) -> int:
-    """Trained numbers in a checkpoint: what the optimiser has moments for."""
-    optimizer = state.get("last_optimizer_state") or {}
-    return sum(moments["exp_avg"].numel() for moments in optimizer.get("state", {}).values() if "exp_avg" in moments)
 
 
 def final_checkpoint(config: Config, folder: Path, say: Say) -> Path:
@@ -259,7 +202,9 @@ def _program_output(name: str, config: Config, folder: Path, checkpoint: Path, s
 
 
 def in_words(result: Dict[str, Any]) -> str:
-    """The scores of a result in a few words."""
+    """The scores of a result in a few words, or that there are none."""
+    if result.get("outcome") == "diverged":
+        return f"diverged after {result['training']['updates']} updates"
     unit = {"bleu": "BLEU {:.2f}", "perplexity": "perplexity {:.2f}"}[result["kind"]]
     return ", ".join(f"{subset} {unit.format(score[result['kind']])}" for subset, score in result["scores"].items())
 
@@ -312,5 +257,6 @@ def speaker(label: Optional[str]) -> Say:
 
 def main(args: argparse.Namespace) -> int:
     """Run what the arguments describe."""
-    run(config_of(args), args.dir, norm=args.norm or "", threads=args.threads, say=speaker(args.label))
+    norm = args.norm or (args.config.stem if is_row(args.config) else "")
+    run(config_of(args), args.dir, norm=norm, path=args.config, threads=args.threads, say=speaker(args.label))
     return 0

@@ -1,0 +1,140 @@
+"""The training of a run by fairseq-train: its start, its progress, its end; divergence is one way to end."""
+
+import json
+import math
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, Optional, Tuple
+
+from powernorm_fairseq.checkpoints.average import load_checkpoint
+from powernorm_fairseq.checkpoints.last import mend_last_checkpoint
+from powernorm_fairseq.experiment.config import Config, number, train_arguments
+from powernorm_fairseq.experiment.log import Follower, clock, validations
+from powernorm_fairseq.processes import UserError, failure, fairseq_program, start, stop, write_atomically
+
+Say = Callable[[str], None]
+PROGRESS_SECONDS = 15.0
+
+# How fairseq-train ends a training whose loss or gradients are no numbers any more. Of several workers it says that
+# they are "inconsistent"; then only values of NaN or infinity mean divergence, others mean a fault.
+_NOT_FINITE = re.compile(r"^FloatingPointError: gradients are Nan/Inf", re.MULTILINE)
+_LOSS_SCALE = re.compile(r"^FloatingPointError: (?:AMP: )?Minimum loss scale reached", re.MULTILINE)
+_WORKERS = re.compile(r"^FloatingPointError: Fatal error: gradients are inconsistent between workers.*", re.M | re.S)
+_RANK = re.compile(r"^rank +\d+ = (nan|-?inf)\s*$", re.MULTILINE)
+
+
+def train(config: Config, folder: Path, threads: int, say: Say) -> Dict[str, Any]:
+    """Train to the end, from where an earlier start was interrupted.
+
+    Returns:
+        ``outcome`` (``finished`` or ``diverged``), ``updates``, ``seconds``, ``parameters``, ``valid_loss`` and
+        ``valid_nll`` of the last validation, and for a training that diverged ``reason``. What is not known is None.
+        A training that has ended either way is not done again.
+
+    Raises:
+        UserError: fairseq-train failed otherwise.
+    """
+    marker, log, checkpoints = folder / "trained.json", folder / "train.log", folder / "checkpoints"
+    if marker.exists():
+        return json.loads(marker.read_text(encoding="utf-8"))
+    checkpoints.mkdir(exist_ok=True)
+    for words in mend_last_checkpoint(checkpoints, replace_missing=True):
+        say(words)
+    going_on = (checkpoints / "checkpoint_last.pt").exists()
+    log.touch()
+    follower, size, began = Follower(log), log.stat().st_size, time.time()
+    process = start([*fairseq_program("train"), *train_arguments(config)], log, threads=threads)
+    try:
+        _watch(process, follower, int(number(config, "optimization", "max_update", 0)), going_on, say)
+    finally:
+        stop(process)
+    follower.look()
+    history = validations(log)
+    reason = None
+    if process.returncode:
+        with open(log, "rb") as file:
+            file.seek(size)
+            reason = reason_of_divergence(file.read().decode("utf-8", errors="replace"))
+        if reason is None:
+            raise UserError(failure("fairseq-train", process.returncode, log))
+    elif history and not math.isfinite(history[-1].loss):
+        reason = f"the validation loss is {history[-1].loss}"
+    last = history[-1] if history and math.isfinite(history[-1].loss) else None
+    training = {
+        "outcome": "diverged" if reason else "finished",
+        **_end_of_training(checkpoints, follower, began if reason else None),
+        "valid_loss": last.loss if last else None,
+        "valid_nll": last.nll if last else None,
+    }
+    if reason:
+        training["reason"] = reason
+        say(f"diverged after {training['updates']} updates: {reason}")
+    write_atomically(marker, json.dumps(training) + "\n")
+    return training
+
+
+def reason_of_divergence(log: str) -> Optional[str]:
+    """Why a training ended if it ended because it diverged, by what fairseq-train printed; else None."""
+    if _LOSS_SCALE.search(log):
+        return "gradients overflow at the smallest loss scale"
+    workers = _WORKERS.search(log)
+    if _NOT_FINITE.search(log) or (workers and _RANK.search(workers.group(0))):
+        return "gradients are NaN or infinite"
+    return None
+
+
+def _end_of_training(checkpoints: Path, follower: Follower, began: Optional[float]) -> Dict[str, Any]:
+    """Updates, seconds and parameters, from the checkpoint that fairseq-train ended with.
+
+    Args:
+        began: when a training started that diverged, for which fairseq writes ``crash.pt``; None for one that did not.
+    """
+    last = checkpoints / "checkpoint_last.pt"
+    crash = checkpoints / "crash.pt"
+    candidates = [last]
+    if began is not None:
+        candidates = [crash] if crash.exists() and crash.stat().st_mtime >= began - 1 else []
+    for path in candidates:
+        try:
+            state = load_checkpoint(path)
+        except Exception:
+            if began is None:
+                raise
+            continue  # half written, by a worker that was ended since another one had failed
+        return {
+            "updates": state["optimizer_history"][-1]["num_updates"],
+            # fairseq carries this over an interruption; what was lost and repeated is not counted.
+            "seconds": state["extra_state"]["previous_training_time"],
+            "parameters": count_parameters(state),
+        }
+    return {"updates": follower.update, "seconds": None, "parameters": None}
+
+
+def _watch(process: "subprocess.Popen[bytes]", follower: Follower, updates: int, going_on: bool, say: Say) -> None:
+    """Print progress until the process ends."""
+    say("training goes on" if going_on else "training starts")
+    began = spoke = time.monotonic()
+    # Speed is measured from the first progress on, since before it lie imports and perhaps an earlier training.
+    since: Optional[Tuple[float, int]] = None
+    while process.poll() is None:
+        time.sleep(0.5)
+        now = time.monotonic()
+        if not follower.look():
+            continue
+        if since is None:
+            since = (now, follower.update)
+        elif now - spoke >= PROGRESS_SECONDS and follower.update > since[1]:
+            spoke = now
+            pace = (now - since[0]) / (follower.update - since[1])
+            left = f", {clock(pace * (updates - follower.update))} left" if updates else ""
+            total = f" of {updates}" if updates else ""
+            loss = f"training loss {follower.loss:.2f}"
+            say(f"update {follower.update}{total}, {loss}, {clock(now - began)} gone{left}")
+
+
+def count_parameters(state: Dict[str, Any]) -> int:
+    """Trained numbers in a checkpoint: what the optimiser has moments for."""
+    optimizer = state.get("last_optimizer_state") or {}
+    return sum(moments["exp_avg"].numel() for moments in optimizer.get("state", {}).values() if "exp_avg" in moments)

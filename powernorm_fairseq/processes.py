@@ -60,7 +60,7 @@ def environment(threads: int) -> Dict[str, str]:
     return changed
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """In a child: be killed when the parent dies, however it dies; nothing to do outside Linux."""
     if sys.platform.startswith("linux"):
         pr_set_pdeathsig = 1
@@ -82,7 +82,7 @@ def start(command: Sequence[str], log: Path, *, threads: int = 1) -> "subprocess
 
 def with_parent(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
     """Start a child that ends with this process and shares its output."""
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent, **options)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=end_with_parent, **options)
 
 
 def run_to_end(command: Sequence[str], log: Path, **options: Any) -> None:

@@ -9,6 +9,8 @@ from powernorm_fairseq.corpora import sample
 from powernorm_fairseq.corpora.catalogue import CATALOGUE
 from powernorm_fairseq.corpora.counts import compare, read_counts
 from powernorm_fairseq.corpora.fetch import have
+from powernorm_fairseq.corpora.public import IWSLT14, IWSLT15, WMT14, Layout, prepare_public
+from powernorm_fairseq.corpora.subwords import KINDS
 from powernorm_fairseq.processes import UserError, cores
 
 
@@ -41,8 +43,20 @@ class Corpus:
     subwords: Tuple[str, ...] = ()
 
 
+def _public(layout: Layout) -> Corpus:
+    def prepare(raw: Path, root: Path, options: Options) -> Path:
+        return prepare_public(layout, raw, root, options.workers, options.subwords)
+
+    return Corpus(prepare, layout.data, tuple(KINDS))
+
+
+def _sample_translation(raw: Path, root: Path, options: Options) -> Path:
+    return sample.prepare_sample_translation(raw, root, options.workers, options.subwords)
+
+
 CORPORA: Dict[str, Corpus] = {
-    "sample-mt": Corpus(lambda raw, root, options: sample.prepare_sample_translation(raw, root)),
+    **{layout.data: _public(layout) for layout in (IWSLT14, IWSLT15, WMT14)},
+    "sample-mt": Corpus(_sample_translation, subwords=tuple(KINDS)),
     "sample-lm": Corpus(lambda raw, root, options: sample.prepare_sample_language_model(raw, root)),
 }
 
@@ -63,9 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, help="folder for the prepared text (runs/data/CORPUS, runs/sample/data/CORPUS)"
     )
     parser.add_argument("--workers", type=int, default=cores(), help="processes (%(default)s, the cores here)")
-    parser.add_argument(
-        "--subwords", choices=("bpe", "sentencepiece"), default="bpe", help="how words are split (%(default)s)"
-    )
+    parser.add_argument("--subwords", choices=tuple(KINDS), default="bpe", help="how words are split (%(default)s)")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -12,9 +12,9 @@ TRANSLATION = TranslationRecipe(merges=2000)
 LANGUAGE_MODEL = LanguageModelRecipe(first="1961", vocabulary=5000)
 
 
-def prepare_sample_translation(sample: Path, root: Path) -> Path:
+def prepare_sample_translation(sample: Path, root: Path, workers: int = 1, subwords: str = "bpe") -> Path:
     """German-English sentences of user interfaces; ``sample`` is the project's data/sample."""
-    return prepare_translation(sample / "ui-de-en", root, TRANSLATION)
+    return prepare_translation(sample / "ui-de-en", root, TRANSLATION, workers, subwords)
 
 
 def prepare_sample_language_model(sample: Path, root: Path) -> Path:

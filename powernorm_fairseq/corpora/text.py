@@ -1,11 +1,12 @@
 """Text operations of the published recipes: Moses tokenisation, cleaning, and Penn-Treebank-like normalisation."""
 
-import multiprocessing
+import os
 import re
 from collections import Counter
-from functools import partial
-from typing import Callable, Iterable, List, Sequence, Tuple
+from functools import lru_cache, partial
+from typing import Any, Callable, Iterable, List, Sequence, Tuple
 
+from powernorm_fairseq.corpora.streams import in_chunks, in_order
 from powernorm_fairseq.processes import cores
 
 UNKNOWN = "<unk>"
@@ -14,18 +15,32 @@ NUMBER = "N"
 # Starting workers costs a second or two, which small texts do not earn back.
 PARALLEL_FROM = 100_000
 
+# The published cleaning also drops a pair with a longer word than this.
+LONGEST_WORD = 1000
+
+# Words whose pieces are remembered; each costs some 300 bytes in every worker.
+REMEMBERED_WORDS = 200_000
+
 
 def tokenise(lines: Sequence[str], language: str, lower: bool) -> List[str]:
     """Moses tokenisation with the escapes of the published scripts (``&apos;``), spaces between tokens."""
-    return _over_lines(partial(_tokenise, language=language, lower=lower), lines)
+    return _over_lines(partial(moses, language=language, lower=lower), lines)
 
 
-def _tokenise(lines: Sequence[str], language: str, lower: bool) -> List[str]:
+def moses(lines: Sequence[str], language: str, lower: bool = False, hyphens: bool = False) -> List[str]:
+    """``tokenise`` in this process; with ``hyphens`` hyphens inside words are tokens, ``@-@`` (Moses' ``-a``)."""
+    tokenizer = _tokenizer(language)
+    tokenised = (
+        tokenizer.tokenize(line, aggressive_dash_splits=hyphens, return_str=True, escape=True) for line in lines
+    )
+    return [line.lower() if lower else line for line in tokenised]
+
+
+@lru_cache(maxsize=None)
+def _tokenizer(language: str) -> Any:
     from sacremoses import MosesTokenizer
 
-    tokenizer = MosesTokenizer(lang=language)
-    tokenised = (tokenizer.tokenize(line, return_str=True, escape=True) for line in lines)
-    return [line.lower() if lower else line for line in tokenised]
+    return MosesTokenizer(lang=language)
 
 
 def detokenise(lines: Iterable[str], language: str) -> List[str]:
@@ -36,27 +51,84 @@ def detokenise(lines: Iterable[str], language: str) -> List[str]:
     return [detokenizer.detokenize(line.split()) for line in lines]
 
 
+def normalise_punctuation(lines: Iterable[str], language: str) -> List[str]:
+    """Moses' punctuation normalisation, then its removal of non-printing characters, as the published scripts do.
+
+    Quotation marks, dashes and spaces of all kinds become those of ASCII. Every character of Unicode's category C (a
+    soft hyphen, a zero-width space) becomes a space.
+    """
+    import regex
+
+    normalizer, unprintable = _normalizer(language), regex.compile(r"\p{C}")
+    return [unprintable.sub(" ", normalizer.normalize(line)) for line in lines]
+
+
+@lru_cache(maxsize=None)
+def _normalizer(language: str) -> Any:
+    from sacremoses import MosesPunctNormalizer
+
+    # With `perl_parity` a single right quotation mark that is no apostrophe becomes a double one, as in Moses.
+    return MosesPunctNormalizer(lang=language, perl_parity=True)
+
+
+def straighten(line: str) -> str:
+    """The typographic apostrophe as the ASCII one."""
+    return line.replace("\u2019", "'")
+
+
+def keeps(pair: Tuple[str, str], ratio: float, longest: int) -> bool:
+    """Whether the cleaning of the published scripts keeps a pair of tokenised sentences."""
+    shorter, longer = sorted(len(side.split()) for side in pair)
+    return (
+        shorter >= 1
+        and longer <= longest
+        and longer <= ratio * shorter
+        and not any(len(side) > LONGEST_WORD and max(map(len, side.split())) > LONGEST_WORD for side in pair)
+    )
+
+
 def clean(pairs: Iterable[Tuple[str, str]], ratio: float, longest: int) -> List[Tuple[str, str]]:
     """The pairs of 1 to ``longest`` tokens on each side whose longer side has at most ``ratio`` times the shorter's."""
-    kept = []
-    for pair in pairs:
-        shorter, longer = sorted(len(side.split()) for side in pair)
-        if shorter >= 1 and longer <= longest and longer <= ratio * shorter:
-            kept.append(pair)
-    return kept
+    return [pair for pair in pairs if keeps(pair, ratio, longest)]
 
 
 def apply_bpe(codes: str, lines: Sequence[str]) -> List[str]:
     """Split words by the merges in the file ``codes``; a piece that goes on ends with ``@@``."""
-    return _over_lines(partial(_apply_bpe, codes=codes), lines)
+    return _over_lines(partial(bpe_pieces, codes=codes), lines)
 
 
-def _apply_bpe(lines: Sequence[str], codes: str) -> List[str]:
+def bpe_pieces(lines: Sequence[str], codes: str) -> List[str]:
+    """``apply_bpe`` in this process."""
+    bpe = _bpe(codes, _state(codes))
+    if len(bpe.cache) > REMEMBERED_WORDS:
+        bpe.cache.clear()
+    return [bpe.process_line(line).strip() for line in lines]
+
+
+@lru_cache(maxsize=1)
+def _bpe(codes: str, state: Tuple[int, ...]) -> Any:
     from subword_nmt.apply_bpe import BPE
 
     with open(codes, encoding="utf-8") as file:
-        bpe = BPE(file)
-    return [bpe.process_line(line).strip() for line in lines]
+        return BPE(file)
+
+
+def sentencepiece_pieces(lines: Sequence[str], model: str) -> List[str]:
+    """Split lines by a sentencepiece model; a piece that begins a word begins with U+2581."""
+    return [" ".join(pieces) for pieces in _sentencepiece(model, _state(model)).encode(list(lines), out_type=str)]
+
+
+@lru_cache(maxsize=1)
+def _sentencepiece(model: str, state: Tuple[int, ...]) -> Any:
+    from sentencepiece import SentencePieceProcessor
+
+    return SentencePieceProcessor(model_file=model)
+
+
+def _state(path: str) -> Tuple[int, ...]:
+    # What is remembered of a file must not outlive it.
+    found = os.stat(path)
+    return (found.st_ino, found.st_mtime_ns, found.st_size)
 
 
 def _over_lines(function: Callable[[Sequence[str]], List[str]], lines: Sequence[str]) -> List[str]:
@@ -65,9 +137,7 @@ def _over_lines(function: Callable[[Sequence[str]], List[str]], lines: Sequence[
     if len(lines) < PARALLEL_FROM or workers == 1:
         return function(lines)
     size = max(1000, -(-len(lines) // (4 * workers)))
-    chunks = [lines[start : start + size] for start in range(0, len(lines), size)]
-    with multiprocessing.Pool(workers) as pool:
-        return [line for done in pool.map(function, chunks, chunksize=1) for line in done]
+    return [line for _, done in in_order(function, in_chunks(lines, size), workers) for line in done]
 
 
 # A full stop after these ends no sentence.

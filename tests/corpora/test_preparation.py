@@ -52,7 +52,9 @@ def test_parallel_text_stays_parallel_and_whole(parallel, raw):
             assert 300 < len(sides[0]) < 400  # some pairs are too uneven
         else:
             assert len(sides[0]) == 30  # nothing may be left out of what is scored
-    assert (parallel / "reference.test.en").read_bytes() == (raw / "test.en").read_bytes()
+    for split in ("valid", "test"):
+        assert (parallel / f"reference.{split}.en").read_bytes() == (raw / f"{split}.en").read_bytes()
+        assert read_lines(parallel / f"tokenised.{split}.en") == read_lines(tokenised / f"{split}.en")
 
 
 def test_binarised_text_is_the_text_with_one_dictionary_for_both_sides(parallel):
@@ -71,7 +73,7 @@ def test_prepared_twice_changes_nothing(parallel, raw, capsys):
     before = {path: path.stat().st_mtime_ns for path in parallel.parent.rglob("*") if path.is_file()}
     capsys.readouterr()
     prepare_translation(raw, parallel.parent, TranslationRecipe(merges=300))
-    assert capsys.readouterr().out.count("is there") == 3
+    assert capsys.readouterr().out.count("is there") == 4
     after = {path: path.stat().st_mtime_ns for path in parallel.parent.rglob("*") if path.is_file()}
     before.pop(parallel.parent / ".lock"), after.pop(parallel.parent / ".lock")
     assert after == before
@@ -133,4 +135,5 @@ def test_binarised_tokens_are_words_and_ends_of_sentence(text):
 
 
 def test_what_can_be_prepared():
-    assert {"sample-mt", "sample-lm"} <= set(CORPORA)
+    public = {"iwslt14-de-en", "iwslt15-en-vi", "wmt14-en-de"}
+    assert {"sample-mt", "sample-lm", *public} <= set(CORPORA)

@@ -46,6 +46,8 @@ setup(
         "PyYAML>=5.4",
     ],
     extras_require={
+        # fairseq's --tensorboard-logdir writes through it.
+        "tensorboard": ["tensorboardX>=2"],
         # Other versions of ruff and mypy find other things; linting is done on Python 3.11 and later.
         "dev": [
             "hypothesis>=6",
@@ -53,6 +55,7 @@ setup(
             "pytest>=7",
             "pytest-xdist>=3",
             'ruff==0.17.6; python_version >= "3.11"',
+            "tensorboardX>=2",
             "types-PyYAML",
         ],
     },

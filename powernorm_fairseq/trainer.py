@@ -14,6 +14,7 @@ from powernorm_fairseq.checkpoints import last, loading
 from powernorm_fairseq.compat import wrap
 from powernorm_fairseq.norms import RunningNorm, gradient_scale
 from powernorm_fairseq.norms.sharing import SharedStatistics
+from powernorm_fairseq.norms.watching import seen, watch
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,11 @@ def running_norms(model: Any) -> List[RunningNorm]:
     return [module for module in model.modules() if isinstance(module, RunningNorm)]
 
 
+def log_interval(trainer: Any) -> int:
+    """Every so many updates batch statistics are compared with running ones; 0: never."""
+    return getattr(trainer.cfg.model, "norm_log_interval", 0) or 0
+
+
 def shared_statistics(model: Any) -> Optional[SharedStatistics]:
     """What adds up the statistics of a model that :func:`distributed_model` has wrapped; None for others."""
     return model.__dict__.get(SHARED) if model is not None else None
@@ -65,6 +71,9 @@ def train_step(original: Original, trainer: Any, samples: Any, raise_oom: bool =
             their batch statistics.
     """
     shared = shared_statistics(trainer._wrapped_model)
+    interval = log_interval(trainer)
+    if interval:
+        watch(trainer.get_model(), (trainer.get_num_updates() + 1) % interval == 0)
     in_step = shared is not None and any(norm.workers is not None for norm in shared.norms.values())
     try:
         return original(trainer, samples, raise_oom or in_step)
@@ -100,6 +109,9 @@ def set_num_updates(original: Original, trainer: Any, num_updates: int) -> None:
             ("norm_bounded", [norm.updates_bounded for norm in norms]),
         ):
             metrics.log_scalar(name, sum(counters[1:], counters[0].clone()), weight=0, priority=650, round=0)
+        if log_interval(trainer):
+            for name, value in seen(trainer.get_model()).items():
+                metrics.log_scalar(name, value, priority=700)
 
 
 def state_dict(original: Original, trainer: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -9,10 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fairseq.logging import metrics
+from fairseq.logging import metrics, progress_bar
 from fairseq.optim import AMPOptimizer, FP16Optimizer, MemoryEfficientFP16Optimizer
 
 from powernorm_fairseq import trainer
+from powernorm_fairseq.experiment.log import statistics
 from powernorm_fairseq.norms import RunningNorm, create_norm
 from powernorm_fairseq.norms.running import get_gradient_scale
 from tests.commands import PLUGIN, in_this_process
@@ -21,6 +23,7 @@ from tests.forked import run_plan
 pytestmark = pytest.mark.slow
 
 UPDATES = 20
+PLAIN = SimpleNamespace(model=SimpleNamespace(norm_log_interval=0))
 QUIET = ["--dropout", 0, "--attention-dropout", 0, "--activation-dropout", 0]
 TWO = ["--distributed-world-size", 2, "--distributed-backend", "gloo"]
 
@@ -183,6 +186,32 @@ def test_statistics_do_not_depend_on_the_loss_scale(kind, translation_data, tmp_
     assert all(straight[key] == 3 for key in straight if key.endswith("updates_tracked"))
 
 
+@pytest.mark.parametrize("norm", ["power", "power_v", "batch"])
+def test_distances_are_logged_at_their_interval(norm, translation_data, tmp_path, caplog, monkeypatch):
+    """In the log and for TensorBoard: each norm, at updates 2 and 4 alone; parameters stay the same to the bit."""
+    pytest.importorskip("tensorboardX")
+    monkeypatch.setattr(progress_bar, "_tensorboard_writers", {})  # fairseq keeps them for the whole process
+    common = ["--norm", norm, "--batch-size", 50, "--max-update", 5, "--update-freq", 2]
+    plain = trained("translation", translation_data, tmp_path / "plain", *common)
+    folder = tmp_path / "watched"
+    watched = flags(translation_data, "translation", folder, *common, "--norm-log-interval", 2)
+    with caplog.at_level(logging.INFO):
+        in_this_process("fairseq-train", *watched, "--tensorboard-logdir", tmp_path / "board")
+    lines = [f"INFO:{line.name}:{line.getMessage()}\n" for line in caplog.records]
+    (tmp_path / "log").write_text("".join(lines))
+    for key, value in model_of(folder).items():
+        assert torch.equal(value, plain[key]), key
+    found = statistics(tmp_path / "log")
+    kinds = {"power": ["fwd_psi_sq", "bkw_psi_sq", "bkw_nu"], "power_v": ["fwd_psi_sq", "bkw_psi_sq"]}
+    kinds["batch"] = ["fwd_mean", "fwd_var", "bkw_mean", "bkw_var"]
+    norms = {key.rpartition(".")[0] for key in plain if key.endswith("updates_tracked")}
+    assert set(found) == {f"{what}/{name}" for what in kinds[norm] for name in norms}
+    for name, values in found.items():
+        assert [update for update, _ in values] == [2, 4] and all(value > 0 for _, value in values), name
+    events = b"".join(path.read_bytes() for path in (tmp_path / "board").rglob("*tfevents*"))
+    assert all(name.encode() in events for name in found)
+
+
 def test_bf16(translation_data, tmp_path):
     """Trap 18: statistics in float32, close to those of single precision."""
     common = ["--norm", "power", "--norm-warmup-updates", 2, "--batch-size", 50, "--max-update", 4, "--lr", 0.01]
@@ -239,7 +268,7 @@ def test_statistics_go_where_gradients_go():
     """Trap 16, within a step: AMP's second try, and the micro-batches before one that ran out of memory."""
     batches = torch.randn(2, 2, 9, 4, generator=torch.Generator().manual_seed(0))
     norm, alone = create_norm("power", 4), create_norm("power", 4)
-    stand_in = SimpleNamespace(get_model=lambda: norm)
+    stand_in = SimpleNamespace(get_model=lambda: norm, cfg=PLAIN)
     (norm(batches[0][0].requires_grad_()) * batches[0][1]).sum().backward()
     trainer.zero_grad(lambda _: None, stand_in)
     for module in (norm, alone):
@@ -261,7 +290,7 @@ def test_what_a_step_leaves_pending_is_thrown_away(fails):
             raise ValueError("the step fails")
         return "output"
 
-    stand_in = SimpleNamespace(get_model=lambda: norm, _wrapped_model=None)
+    stand_in = SimpleNamespace(get_model=lambda: norm, _wrapped_model=None, cfg=PLAIN)
     with pytest.raises(ValueError, match="the step fails") if fails else contextlib.nullcontext():
         assert trainer.train_step(step, stand_in, []) == "output"
     norm.eval()
@@ -274,13 +303,13 @@ def test_counters_are_logged():
     model[2].updates_skipped += 1
     model[0].updates_bounded += 5
     given = []
-    stand_in = SimpleNamespace(get_model=lambda: model)
+    stand_in = SimpleNamespace(get_model=lambda: model, cfg=PLAIN)
     with metrics.aggregate() as logged_values:
         trainer.set_num_updates(lambda _, number: given.append(number), stand_in, 7)
     assert given == [7]
     assert logged_values.get_smoothed_values() == {"norm_skipped": 3, "norm_bounded": 5}
     with metrics.aggregate() as logged_values:
-        trainer.set_num_updates(lambda *_: None, SimpleNamespace(get_model=lambda: model[1]), 7)
+        trainer.set_num_updates(lambda *_: None, SimpleNamespace(get_model=lambda: model[1], cfg=PLAIN), 7)
     assert logged_values.get_smoothed_values() == {}
 
 

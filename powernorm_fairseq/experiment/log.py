@@ -26,7 +26,8 @@ def records(lines: List[str]) -> List[Tuple[str, Dict[str, float]]]:
         if match:
             try:
                 fields = json.loads(match.group(2))
-                found.append((match.group(1), {key: float(value) for key, value in fields.items()}))
+                # "None" is a number that no update since the last line has given.
+                found.append((match.group(1), {key: float(v) for key, v in fields.items() if v not in (None, "None")}))
             except ValueError:
                 continue
     return found
@@ -46,6 +47,21 @@ def validations(log: Path) -> List[Validation]:
             loss = numbers["valid_loss"]
             by_update[update] = Validation(update, loss, numbers.get("valid_nll_loss", loss))
     return [by_update[update] for update in sorted(by_update)]
+
+
+def statistics(log: Path) -> Dict[str, List[Tuple[int, float]]]:
+    """What ``norm_log_interval`` has left in a log: ``WHAT/NORM`` (``norms.watching``) -> (update, value), by update.
+
+    Where training was interrupted and repeated updates, the later value counts.
+    """
+    found: Dict[str, Dict[int, float]] = {}
+    if log.exists():
+        for kind, numbers in records(log.read_text(encoding="utf-8", errors="replace").splitlines()):
+            if kind == "train_inner":
+                for name, value in numbers.items():
+                    if name.startswith(("fwd_", "bkw_")) and "/" in name:
+                        found.setdefault(name, {})[int(numbers["num_updates"])] = value
+    return {name: sorted(values.items()) for name, values in found.items()}
 
 
 class Follower:

@@ -100,6 +100,9 @@ class NormOptions(FairseqDataclass):
         "power, power_v, batch: what several workers share; running: the running statistics (default), "
         "batch: the statistics of each batch too, none: nothing",
     )
+    norm_log_interval: int = option(
+        0, "every so many updates, log how far batch statistics are from running ones at each norm; 0: never"
+    )
     init: INIT_CHOICES = field(  # type: ignore[valid-type]
         default="fairseq",
         metadata={"help": "initial values of the linear layers; kaiming: uniform, a = 1, as in AdaNorm's recipe"},

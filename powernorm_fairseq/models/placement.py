@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Mapping, Set
 
 from torch import Tensor, nn
 
-from powernorm_fairseq.norms import NORMS, create_norm
+from powernorm_fairseq.norms import NORMS, RunningNorm, create_norm
 from powernorm_fairseq.norms.base import Norm
 
 logger = logging.getLogger(__name__)
@@ -125,6 +125,10 @@ class Placement:
                 raise ValueError(
                     f"{flag_of('norm_' + option)} has no effect: {takers} take it, and the model has {placed}"
                 )
+        if settings.norm_log_interval < 0:
+            raise ValueError(f"--norm-log-interval must not be negative: {settings.norm_log_interval}")
+        if settings.norm_log_interval and not any(issubclass(NORMS[name], RunningNorm) for name in self.names.values()):
+            raise ValueError("--norm-log-interval has no effect: no norm of the model has running statistics")
         if settings.norm_cumulative and settings.norm_momentum is not None:
             raise ValueError("--norm-cumulative weighs all updates the same, so --norm-momentum has no effect with it")
         if settings.norm_sync == "batch" and any(

@@ -1,6 +1,6 @@
 """BatchNorm over real tokens."""
 
-from typing import Optional, Tuple, Union
+from typing import Dict, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -50,7 +50,10 @@ class BatchNorm(RunningNorm):
         self.register_buffer("running_var", torch.ones(dim))
 
     def normalize_in_training(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
-        return batch_norm(x, self.weight, self.bias, padding, self.groups, self.eps, self.record_moments, self.workers)
+        return batch_norm(
+            x, self.weight, self.bias, padding, self.groups, self.eps, self.record_moments, self.workers,
+            self.record_gradient if self.watched else None,
+        )  # fmt: skip
 
     def normalize_by_statistics(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
         gain = torch.rsqrt(self.running_var + self.eps)
@@ -89,6 +92,16 @@ class BatchNorm(RunningNorm):
         for running, new in zip((self.running_mean, self.running_var), self._moments(count, sums[0], sums[1])):
             changed = running + weight * (new.to(running.dtype) - running)
             running.copy_(torch.where(count > 0, changed, running))
+
+    def compare(self, count: Tensor, sums: Tensor, gradients: Optional[Tensor]) -> Dict[str, Tensor]:
+        """``fwd_mean``: mu_B - mu; ``fwd_var``: sigma_B^2 - sigma^2; ``bkw_mean``, ``bkw_var``: the means of g and of
+        g * xhat, which the exact gradient subtracts."""
+        mean, variance = self._moments(count, sums[0], sums[1])
+        seen = {"fwd_mean": self._size(mean - self.running_mean), "fwd_var": self._size(variance - self.running_var)}
+        if gradients is not None:
+            for name, total in zip(("bkw_mean", "bkw_var"), gradients[1:]):
+                seen[name] = self._size(total / gradients[0].clamp(min=1))
+        return seen
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, momentum={'cumulative' if self.momentum is None else self.momentum}"

@@ -186,7 +186,16 @@ def power_norm(
 class _PowerNormV(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Any, bias: Any, padding: Any, groups: int, eps: float, record: Any, workers: Any
+        ctx: Any,
+        x: Tensor,
+        weight: Any,
+        bias: Any,
+        padding: Any,
+        groups: int,
+        eps: float,
+        record: Any,
+        workers: Any,
+        watch: Any,
     ) -> Tensor:
         gain = _vector(weight, x)
         count = real_rows(x, padding)
@@ -196,7 +205,7 @@ class _PowerNormV(Function):
         a = r if gain is None else r * gain
         y, _, _ = forward_pass(x, padding, groups, eps, a, _vector(bias, x), s, want_sum_sq=False)
         ctx.save_for_backward(x, weight, bias, padding, s, sum_sq, count, total_count, r)
-        ctx.record, ctx.workers = record, workers
+        ctx.record, ctx.workers, ctx.watch = record, workers, watch
         ctx.counts = workers is None or workers.batch_counts
         return y
 
@@ -208,6 +217,8 @@ class _PowerNormV(Function):
         _, sum_dy, sum_dy_h = backward_pass(x, dy, padding, s, want_dx=False)
         if ctx.record is not None:
             ctx.record(any_nonzero(dy, padding), count, sum_sq)
+        if ctx.watch is not None:
+            ctx.watch(any_nonzero(dy, padding), count, sum_dy_h * r if gain is None else sum_dy_h * r * gain)
         # Also where no gradient of x is wanted: the other workers wait.
         (total_dy_h,) = _over_workers(ctx.workers, sum_dy_h)
         dx = None
@@ -216,7 +227,7 @@ class _PowerNormV(Function):
             # A batch that does not count was no part of the statistics, so nothing flows back through them.
             b = a * r * r * _mean(total_dy_h, total_count, x) if ctx.counts else None
             dx = backward_pass(x, dy, padding, s, a, b, want_sums=False).dx
-        return dx, _like(sum_dy_h * r, weight), _like(sum_dy, bias), None, None, None, None, None
+        return dx, _like(sum_dy_h * r, weight), _like(sum_dy, bias), None, None, None, None, None, None
 
 
 def power_norm_v(
@@ -228,6 +239,7 @@ def power_norm_v(
     eps: float = 1e-5,
     record: Optional[Record] = None,
     workers: Any = None,
+    watch: Optional[Record] = None,
 ) -> Tensor:
     """PN-V in training (Shen et al. 2020, section 4): xhat = h / sqrt(batch mean of h^2 + eps), with exact gradient.
 
@@ -237,15 +249,25 @@ def power_norm_v(
         record: called in the backward pass with live (), count () and the sum (C,) of h^2 over real tokens.
         workers: the batch is that of all these workers together; a collective in the forward pass and one in the
             backward pass.
+        watch: called in the backward pass with live (), count () and the sum (C,) of g * xhat over real tokens.
     """
     rows, flat = _flat(x, padding)
-    return _PowerNormV.apply(rows, weight, bias, flat, groups, eps, record, workers).view(x.shape)
+    return _PowerNormV.apply(rows, weight, bias, flat, groups, eps, record, workers, watch).view(x.shape)
 
 
 class _BatchNorm(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Any, bias: Any, padding: Any, groups: int, eps: float, record: Any, workers: Any
+        ctx: Any,
+        x: Tensor,
+        weight: Any,
+        bias: Any,
+        padding: Any,
+        groups: int,
+        eps: float,
+        record: Any,
+        workers: Any,
+        watch: Any,
     ) -> Tensor:
         gain = _vector(weight, x)
         s, count, mean, deviation = moments(x, padding, groups, eps)
@@ -254,7 +276,7 @@ class _BatchNorm(Function):
         a = r if gain is None else r * gain
         y, _, _ = forward_pass(x, padding, groups, eps, a, _vector(bias, x), s, centre, want_sum_sq=False)
         ctx.save_for_backward(x, weight, bias, padding, s, count, mean, deviation, total_count, centre, r)
-        ctx.record, ctx.workers = record, workers
+        ctx.record, ctx.workers, ctx.watch = record, workers, watch
         ctx.counts = workers is None or workers.batch_counts
         return y
 
@@ -266,6 +288,9 @@ class _BatchNorm(Function):
         _, sum_dy, sum_dy_h = backward_pass(x, dy, padding, s, shift=centre, want_dx=False)
         if ctx.record is not None:
             ctx.record(any_nonzero(dy, padding), count, mean, deviation)
+        if ctx.watch is not None:
+            g = torch.ones_like(r) if gain is None else gain
+            ctx.watch(any_nonzero(dy, padding), count, sum_dy * g, sum_dy_h * r * g)
         total_dy, total_dy_h = _over_workers(ctx.workers, sum_dy, sum_dy_h)
         dx = None
         if ctx.needs_input_grad[0]:
@@ -275,7 +300,7 @@ class _BatchNorm(Function):
                 b = a * r * r * _mean(total_dy_h, total_count, x)
                 d = a * _mean(total_dy, total_count, x)
             dx = backward_pass(x, dy, padding, s, a, b, d, centre, want_sums=False).dx
-        return dx, _like(sum_dy_h * r, weight), _like(sum_dy, bias), None, None, None, None, None
+        return dx, _like(sum_dy_h * r, weight), _like(sum_dy, bias), None, None, None, None, None, None
 
 
 def _joined(workers: Any, count: Tensor, mean: Tensor, deviation: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
@@ -298,6 +323,7 @@ def batch_norm(
     eps: float = 1e-5,
     record: Optional[Record] = None,
     workers: Any = None,
+    watch: Optional[Record] = None,
 ) -> Tensor:
     """BatchNorm in training over real tokens: y = weight * (h - mean) / sqrt(biased variance + eps) + bias.
 
@@ -308,9 +334,11 @@ def batch_norm(
             of h over real tokens.
         workers: the batch is that of all these workers together; a collective in the forward pass and one in the
             backward pass.
+        watch: called in the backward pass with live (), count () and the sums (C,) of g = weight * dy and of g * xhat
+            over real tokens.
     """
     rows, flat = _flat(x, padding)
-    return _BatchNorm.apply(rows, weight, bias, flat, groups, eps, record, workers).view(x.shape)
+    return _BatchNorm.apply(rows, weight, bias, flat, groups, eps, record, workers, watch).view(x.shape)
 
 
 def mean_square_sums(x: Tensor, padding: Optional[Tensor], groups: int, eps: float) -> Tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """PowerNorm, and PN-V, its form with batch statistics and the exact gradient."""
 
-from typing import Optional, Tuple
+from typing import Dict, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -117,6 +117,15 @@ class PowerNorm(_QuadraticMeanNorm):
         bounded = some & (big_gamma * step > 1).any()
         self.updates_bounded += bounded.to(self.updates_bounded.dtype)
 
+    def compare(self, count: Tensor, sums: Tensor, gradients: Optional[Tensor]) -> Dict[str, Tensor]:
+        """``fwd_psi_sq``: psi_B^2 - psi^2; ``bkw_psi_sq``: Lambda; ``bkw_nu``: Lambda - Gamma nu, what moves nu."""
+        batch_psi_sq, big_gamma, big_lambda = sums / count.clamp(min=1)
+        return {
+            "fwd_psi_sq": self._size(batch_psi_sq - self.running_psi_sq),
+            "bkw_psi_sq": self._size(big_lambda),
+            "bkw_nu": self._size(big_lambda - big_gamma * self.running_nu),
+        }
+
     def extra_repr(self) -> str:
         return (
             f"{super().extra_repr()}, alpha_fwd={self.alpha_fwd}, alpha_bkw={self.alpha_bkw}, "
@@ -150,13 +159,21 @@ class PowerNormV(_QuadraticMeanNorm):
         super().__init__(dim, groups, alpha_fwd, eps, affine, sync)
 
     def normalize_in_training(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
-        return power_norm_v(x, self.weight, self.bias, padding, self.groups, self.eps, self.record, self.workers)
+        watch = self.record_gradient if self.watched else None
+        return power_norm_v(x, self.weight, self.bias, padding, self.groups, self.eps, self.record, self.workers, watch)
 
     def absorb(self, count: Tensor, sums: Tensor) -> None:
         psi_sq = self.running_psi_sq.to(sums.dtype)
         psi_sq = self.alpha_fwd * psi_sq + (1 - self.alpha_fwd) * sums[0] / count.clamp(min=1)
         psi_sq = psi_sq.to(self.running_psi_sq.dtype)
         self.running_psi_sq.copy_(torch.where(count > 0, psi_sq, self.running_psi_sq))
+
+    def compare(self, count: Tensor, sums: Tensor, gradients: Optional[Tensor]) -> Dict[str, Tensor]:
+        """``fwd_psi_sq``: psi_B^2 - psi^2; ``bkw_psi_sq``: the mean of g * xhat, which the exact gradient subtracts."""
+        seen = {"fwd_psi_sq": self._size(sums[0] / count.clamp(min=1) - self.running_psi_sq)}
+        if gradients is not None:
+            seen["bkw_psi_sq"] = self._size(gradients[1] / gradients[0].clamp(min=1))
+        return seen
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, alpha_fwd={self.alpha_fwd}"

@@ -105,6 +105,8 @@ class RunningNorm(Norm):
         shared: whether sums are added up over workers before they are absorbed.
         measuring: training forwards are measured instead (``norms.measuring``), which adds to ``tally``
             (dropped batches, count, sums).
+        watched: whether coming training batches are compared with the running statistics.
+        seen: what the last update that was watched gave, by name (see :meth:`compare`).
         workers: with ``sync="batch"`` what adds up a batch's statistics over workers, else None.
         updates_tracked: updates absorbed.
         updates_skipped: updates in which a contribution was dropped because a sum was not finite.
@@ -137,6 +139,9 @@ class RunningNorm(Norm):
         self._ever_given = False
         self.measuring = False
         self.tally: Optional[Tensor] = None
+        self.watched = False
+        self.seen: Dict[str, Tensor] = {}
+        self._gradients: Optional[Tensor] = None
         self._stated_updates: Optional[int] = None
         self._own_updates = 0
 
@@ -200,6 +205,32 @@ class RunningNorm(Norm):
         """Sets the statistics that evaluation uses to those of the tokens in ``sums``, as measured."""
         raise NotImplementedError
 
+    def compare(self, count: Tensor, sums: Tensor, gradients: Optional[Tensor]) -> Dict[str, Tensor]:
+        """How one update's batch statistics differ from the running ones of before it (``norms.watching``).
+
+        Args:
+            count, sums: as :meth:`absorb` gets them.
+            gradients: what was handed to :meth:`record_gradient`, (1 + K, C), the count in the first row; None if
+                nothing was.
+
+        Returns:
+            name -> () Euclidean norm of a difference or of a gradient statistic, divided by the number of channels.
+        """
+        raise NotImplementedError
+
+    def record_gradient(self, live: Tensor, count: Tensor, *sums: Tensor) -> None:
+        """Adds a backward pass to the gradient statistics of a watched update; they are this worker's own.
+
+        Args:
+            live, count: as for :meth:`record`.
+            sums: (C,) each, of gradients that are ``get_gradient_scale()`` times those of the loss.
+        """
+        rows = torch.stack([count.to(sums[0].dtype).expand(self.dim), *(part / get_gradient_scale() for part in sums)])
+        self._gradients = _plus(self._gradients, torch.where(live, rows, torch.zeros_like(rows)))
+
+    def _size(self, vector: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(vector) / self.dim
+
     def _guarded(self, live: Any, count: Tensor, *sums: Tensor) -> Tensor:
         """(dropped, count, sums...) in one row: zeros if not ``live``, 1 and zeros if a sum is not finite."""
         dtype = torch.float32 if count.device.type == "mps" else torch.float64
@@ -257,6 +288,8 @@ class RunningNorm(Norm):
             return
         pending = pending.to(self.updates_tracked.device)
         dropped, count, sums = pending[0], pending[1], pending[2:].view(-1, self.dim)
+        if self.watched:
+            self.seen, self._gradients = self.compare(count, sums, self._gradients), None
         self.absorb(count, sums)
         self.updates_tracked += (count > 0).to(self.updates_tracked.dtype)
         self.updates_skipped += (dropped > 0).to(self.updates_skipped.dtype)
@@ -265,7 +298,7 @@ class RunningNorm(Norm):
 
     def discard_pending(self) -> None:
         """Forgets what was gathered since the last commit: the update failed and will be tried again."""
-        self._pending = self._added_up = None
+        self._pending = self._added_up = self._gradients = None
 
     def train(self, mode: bool = True) -> "RunningNorm":
         if not mode:
@@ -302,7 +335,8 @@ class RunningNorm(Norm):
 
     def __getstate__(self) -> Dict[str, Any]:
         # A copy starts with nothing pending, and alone: backward passes through the original are not the copy's.
-        nothing = {"_pending": None, "_added_up": None, "measuring": False, "tally": None}
+        nothing: Dict[str, Any] = {"_pending": None, "_added_up": None, "measuring": False, "tally": None}
+        nothing.update(watched=False, seen={}, _gradients=None)
         return {**self.__dict__, **nothing, "shared": False, "workers": None}
 
     def extra_repr(self) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from powernorm_fairseq.experiment.log import Follower, Validation, clock, validations
+from powernorm_fairseq.experiment.log import Follower, Validation, clock, statistics, validations
 
 TRAIN = '2026-01-01 00:00:00 | INFO | train_inner | {{"epoch": 1, "loss": "{}", "num_updates": "{}", "lr": "0.1"}}\n'
 VALID = (
@@ -20,6 +20,18 @@ def test_validations_by_update_the_later_of_two_counts(tmp_path):
     log.write_text(f"$ fairseq-train ...\n{before}Killed\n$ fairseq-train ...\n{after}{half}")
     assert validations(log) == [Validation(100, 9.5, 9.1), Validation(200, 8.4, 8.0), Validation(300, 7.5, 7.0)]
     assert validations(tmp_path / "no.log") == []
+
+
+def test_statistics_by_update(tmp_path):
+    """Lines without a new value say "None"; after an interruption the later value counts."""
+    line = '2026-01-01 | INFO | train_inner | {"loss": "%s", "num_updates": "%d", "fwd_var/encoder.layer_norm": "%s"}\n'
+    log = tmp_path / "train.log"
+    log.write_text("".join(line % one for one in [(9, 10, 0.5), (8, 20, "None"), (7, 30, 2e-7), (9, 10, 0.75)]))
+    assert statistics(log) == {"fwd_var/encoder.layer_norm": [(10, 0.75), (30, 2e-7)]}
+    assert statistics(tmp_path / "no.log") == {}
+    follower = Follower(log)
+    follower.position = 0
+    assert follower.look() and (follower.update, follower.loss) == (10, 9.0)
 
 
 @pytest.mark.parametrize("form", ["| INFO | valid | %s", "[2026-01-01 00:00:00][valid][INFO] - %s", "INFO:valid:%s"])

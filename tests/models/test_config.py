@@ -133,5 +133,5 @@ def test_configs_can_be_pickled():
 def test_options_left_open_are_the_norms_own():
     defaults = {item.name: item.default for item in fields(NormOptions)}
     assert {name for name, value in defaults.items() if value is not None} == {
-        "_name", "norm_affine", "norm_cumulative", "init",
+        "_name", "norm_affine", "norm_cumulative", "norm_log_interval", "init",
     } - {"_name"}  # fmt: skip

@@ -135,6 +135,8 @@ def test_groups_are_the_attention_heads_of_the_stack():
         ("transformer_lm_pn_tiny", {"adaptive_input": True}, "--no-share-decoder-input-output-embed"),
         ("transformer_pn_tiny", {"norm_alpha_fwd": 1.0}, "alpha_fwd must be at least 0 and less than 1"),
         ("transformer_pn_tiny", {"norm_warmup_updates": -1}, "must not be negative"),
+        ("transformer_pn_tiny", {"norm_log_interval": -1}, "--norm-log-interval must not be negative"),
+        ("transformer_adanorm_tiny", {"norm_log_interval": 5}, "--norm-log-interval has no effect"),
         ("transformer_pn_tiny", {"norm_numerics": "exact"}, "numerics must be one of paper, released"),
         ("transformer_lm_pn_tiny", {"tie_adaptive_weights": True}, "needs --adaptive-input"),
         ("transformer_lm_pn_wiki103", {"adaptive_softmax_factor": 4.0}, "one factor on both sides"),

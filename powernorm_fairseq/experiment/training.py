@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, Optional, Tuple
 
 from powernorm_fairseq.checkpoints.average import load_checkpoint
 from powernorm_fairseq.checkpoints.last import mend_last_checkpoint
+from powernorm_fairseq.experiment import record
 from powernorm_fairseq.experiment.config import Config, number, train_arguments
 from powernorm_fairseq.experiment.log import Follower, clock, validations
 from powernorm_fairseq.processes import UserError, failure, fairseq_program, start, stop, write_atomically
@@ -30,7 +31,7 @@ def train(config: Config, folder: Path, threads: int, say: Say) -> Dict[str, Any
 
     Returns:
         ``outcome`` (``finished`` or ``diverged``), ``updates``, ``seconds``, ``parameters``, ``valid_loss`` and
-        ``valid_nll`` of the last validation, and for a training that diverged ``reason``. What is not known is None.
+        ``valid_nll`` of the last validation, ``git_commit`` of the code that trained, and for a training that diverged ``reason``. What is not known is None.
         A training that has ended either way is not done again.
 
     Raises:
@@ -67,6 +68,8 @@ def train(config: Config, folder: Path, threads: int, say: Say) -> Dict[str, Any
         **_end_of_training(checkpoints, follower, began if reason else None),
         "valid_loss": last.loss if last else None,
         "valid_nll": last.nll if last else None,
+        # Scores may be computed by later code than that which trained.
+        "git_commit": record.git_commit(),
     }
     if reason:
         training["reason"] = reason

@@ -31,7 +31,8 @@ def train(config: Config, folder: Path, threads: int, say: Say) -> Dict[str, Any
 
     Returns:
         ``outcome`` (``finished`` or ``diverged``), ``updates``, ``seconds``, ``parameters``, ``valid_loss`` and
-        ``valid_nll`` of the last validation, ``git_commit`` of the code that trained, and for a training that diverged ``reason``. What is not known is None.
+        ``valid_nll`` of the last validation, ``git_commit`` of the code that trained, and for a training that diverged
+        ``reason``. What is not known is None.
         A training that has ended either way is not done again.
 
     Raises:

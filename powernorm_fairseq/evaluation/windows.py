@@ -13,10 +13,10 @@ LOGITS = 1 << 28
 class Window:
     """A window that slides over a text.
 
-    The text is cut into blocks of ``stride`` tokens. Each block is scored together with the ``length - stride`` tokens
-    before it, or as many as there are, whose own scores are not counted again. So every token is predicted from at
-    least ``context`` and at most ``length - 1`` tokens of the text, fewer only where it begins, and from the end-of-line
-    symbol that stands in front of it.
+    The text is cut into blocks of ``stride`` tokens. Each block is scored together with the ``context`` tokens before
+    it, or as many as there are, whose own scores are not counted again. The input is the text shifted by one, with
+    an end-of-line symbol in front. So every token is predicted from the ``context + 1`` to ``length`` symbols before
+    it; near the beginning of the text from all that there are.
 
     fairseq-eval-lm has this under other names: its ``--tokens-per-sample`` is the length, its ``--context-window`` the
     context.

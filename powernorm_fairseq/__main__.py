@@ -15,6 +15,10 @@ COMMANDS = {
     "prepare": ("powernorm_fairseq.corpora.prepare", "raw text to what fairseq reads"),
     "run": ("powernorm_fairseq.experiment.run", "train, average, decode and score what one YAML describes"),
     "score": ("powernorm_fairseq.evaluation.score", "BLEU and chrF of translations, and whether systems differ"),
+    "perplexity": (
+        "powernorm_fairseq.evaluation.language_model",
+        "perplexity of a language model, per word, token or character",
+    ),
     "floor": ("powernorm_fairseq.experiment.floor", "the score that what knows nothing reaches on the same text"),
     "demo": (
         "powernorm_fairseq.experiment.demo",

@@ -6,15 +6,18 @@ for a whole word; so the number of words would depend on the window.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 
+from powernorm_fairseq.corpora.catalogue import CATALOGUE
 from powernorm_fairseq.processes import UserError
 
 UNITS = ("word", "token", "character")
 # Which symbols are no word of their own, by the names that fairseq's --post-process has for kinds of subwords.
 SUBWORDS = ("", "subword_nmt", "sentencepiece")
+# A file beside binarised text with the name of its data set in the catalogue.
+CORPUS = "corpus.txt"
 
 
 @dataclass(frozen=True)
@@ -70,3 +73,16 @@ def measure(data: Path, split: str, subwords: str = "") -> Text:
     else:
         begins = np.array([not (subwords and symbol.endswith("@@")) for symbol in symbols])
     return Text(len(ids), int(counts[begins].sum()), int(counts[dictionary.unk()]))
+
+
+def published_tokens(data: Path, split: str, corpus: str = "") -> Optional[int]:
+    """How many tokens a split has by the catalogue, bytes where those are the tokens; None where that is not known.
+
+    Args:
+        corpus: name in the catalogue; default: what the preparation left in ``data``.
+    """
+    noted = data / CORPUS
+    if not corpus and noted.exists():
+        corpus = noted.read_text(encoding="utf-8").strip()
+    known = {count.of: count.value for count in CATALOGUE[corpus].counts} if corpus in CATALOGUE else {}
+    return known.get(f"{split} tokens", known.get(f"{split} bytes"))

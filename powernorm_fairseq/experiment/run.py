@@ -179,13 +179,13 @@ def bleu(config: Config, folder: Path, checkpoint: Path, subset: str, threads: i
 def word_perplexity(config: Config, folder: Path, checkpoint: Path, subset: str, threads: int) -> Dict[str, Any]:
     """Score a subset by fairseq-eval-lm."""
     from powernorm_fairseq.evaluation.perplexity import score_of
-    from powernorm_fairseq.evaluation.units import measure
+    from powernorm_fairseq.evaluation.units import measure, published_tokens
 
-    scoring = scoring_of(config)
-    text = measure(Path(config["task"]["data"]), subset, scoring.post_process)
+    scoring, data = scoring_of(config), Path(config["task"]["data"])
+    text = measure(data, subset, scoring.post_process)
     output = _program_output("eval-lm", config, folder, checkpoint, subset, threads)
     window = {**scoring_window(config).described(), "break_mode": config["task"].get("sample_break_mode", "none")}
-    return {**score_of(output, text, scoring.unit), **window}
+    return {**score_of(output, text, scoring.unit), **window, "published_tokens": published_tokens(data, subset)}
 
 
 def _program_output(name: str, config: Config, folder: Path, checkpoint: Path, subset: str, threads: int) -> str:

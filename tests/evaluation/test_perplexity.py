@@ -1,6 +1,5 @@
 """Perplexity against the log-probabilities of the model itself, and the unigram floor against counting."""
 
-import logging
 import math
 from collections import Counter
 
@@ -12,7 +11,6 @@ from powernorm_fairseq.evaluation.units import Text
 from powernorm_fairseq.experiment import run
 from powernorm_fairseq.experiment.floor import save_untrained
 from powernorm_fairseq.processes import UserError
-from tests.commands import in_this_process
 
 LINES = (
     "INFO:fairseq_cli.eval_lm:0 the [-1.500000]\tstate[-1] [-2.000000]\t</s> [-0.250000]\n"
@@ -44,25 +42,6 @@ def test_a_sum_that_fairseq_does_not_print_is_refused():
 
 def test_a_diverged_model_is_infinitely_perplexed():
     assert perplexity(1e6, 10) == math.inf
-
-
-@pytest.fixture
-def programs_here(monkeypatch):
-    """fairseq-eval-lm in this process, which saves its start; tests/experiment has the real one."""
-
-    def here(command, log, **options):
-        logger = logging.getLogger("fairseq_cli.eval_lm")
-        handler = logging.FileHandler(log)
-        handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(name)s | %(message)s"))
-        logger.addHandler(handler)
-        monkeypatch.setattr(logger, "level", logging.INFO)
-        try:
-            in_this_process("fairseq-eval-lm", *command[1:])
-        finally:
-            logger.removeHandler(handler)
-            handler.close()
-
-    monkeypatch.setattr(run, "run_to_end", here)
 
 
 @pytest.mark.slow

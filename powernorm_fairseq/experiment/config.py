@@ -10,6 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from powernorm_fairseq.evaluation.kinds import check_kinds
 from powernorm_fairseq.evaluation.units import UNITS
 from powernorm_fairseq.evaluation.windows import Window, window_of
 from powernorm_fairseq.processes import UserError
@@ -122,8 +123,11 @@ class Scoring:
         checkpoint: ``best`` (lowest validation loss) or ``last``.
         reestimate: on how many training batches running statistics are measured anew for the checkpoint that is scored,
             average or not; 0: they stay as they are.
+        kinds: BLEU: what is computed of one decoding, ``tokenised``, ``compound``, ``sacrebleu`` or ``chrf`` (see
+            evaluation/kinds.py); the first is the score of the run.
         reference: BLEU: file of the references, as people write them, in the data folder; ``{subset}`` and ``{target}``
             are filled in.
+        tokenised: BLEU: the same in tokens, for the kinds ``tokenised`` and ``compound``.
         lowercase: BLEU: ignore case, for text that was lower-cased in preparation.
         post_process: BLEU: the kind of subwords to be joined again.
         tokens_per_sample: perplexity: the window, including the context; default: the task's.
@@ -139,7 +143,9 @@ class Scoring:
     average: int = 0
     checkpoint: str = "best"
     reestimate: int = 0
+    kinds: List[str] = field(default_factory=lambda: ["sacrebleu"])
     reference: str = "reference.{subset}.{target}"
+    tokenised: str = "tokenised.{subset}.{target}"
     lowercase: bool = False
     post_process: str = "subword_nmt"
     tokens_per_sample: Optional[int] = None
@@ -167,6 +173,7 @@ def scoring_of(config: Config) -> Scoring:
     ):
         if value not in allowed:
             raise UserError(f"scoring.{name} is {value!r}, and must be one of {', '.join(allowed)}")
+    check_kinds(scoring.kinds)
     if not isinstance(scoring.reestimate, int) or scoring.reestimate < 0:
         raise UserError(f"scoring.reestimate is {scoring.reestimate!r}, and must be a number of batches, or 0")
     if not scoring.subsets:

@@ -31,7 +31,7 @@ from powernorm_fairseq.experiment.config import (
 )
 from powernorm_fairseq.experiment.folder import claim
 from powernorm_fairseq.experiment.training import Say, train
-from powernorm_fairseq.processes import PACKAGE, cores, fairseq_program, run_to_end, write_atomically
+from powernorm_fairseq.processes import PACKAGE, UserError, cores, fairseq_program, run_to_end, write_atomically
 
 
 def run(
@@ -161,19 +161,26 @@ def score(config: Config, folder: Path, checkpoint: Path, threads: int, say: Say
 
 
 def bleu(config: Config, folder: Path, checkpoint: Path, subset: str, threads: int) -> Dict[str, Any]:
-    """Decode a subset by fairseq-generate, keep the hypotheses, and score them by sacreBLEU."""
+    """Decode a subset by fairseq-generate, keep the hypotheses, and score them in every way that the config names."""
     from powernorm_fairseq.corpora.text import detokenise
     from powernorm_fairseq.corpora.translation import read_lines, write_lines
-    from powernorm_fairseq.evaluation.bleu import hypotheses_of, sacrebleu_score
+    from powernorm_fairseq.evaluation.bleu import hypotheses_of
+    from powernorm_fairseq.evaluation.kinds import needs_tokens, scores_by_kind
 
     scoring, data, target = scoring_of(config), Path(config["task"]["data"]), config["task"]["target_lang"]
-    references = read_lines(data / scoring.reference.format(subset=subset, target=target))
+    by_tokens = needs_tokens(scoring.kinds)
+    files = [data / name.format(subset=subset, target=target) for name in (scoring.reference, scoring.tokenised)]
+    for file in files if by_tokens else files[:1]:
+        if not file.exists():
+            raise UserError(f"no references {file}; `powernorm_fairseq prepare` writes them beside the binarised text")
+    references, tokenised = read_lines(files[0]), read_lines(files[1]) if by_tokens else None
     output = _program_output("generate", config, folder, checkpoint, subset, threads)
-    tokenised = hypotheses_of(output, len(references))
-    hypotheses = detokenise(tokenised, target)
+    tokens = hypotheses_of(output, len(references))
+    hypotheses = detokenise(tokens, target)
     write_lines(folder / "hypotheses" / f"{subset}.{target}", hypotheses)
-    # A model that has learned nothing may say nothing, which is worth 0 and no reason to stop.
-    return sacrebleu_score(hypotheses, references, scoring.lowercase, allow_empty=True)
+    if by_tokens:
+        write_lines(folder / "hypotheses" / f"tokenised.{subset}.{target}", tokens)
+    return scores_by_kind(scoring.kinds, tokens, hypotheses, tokenised, references, scoring.lowercase, target)
 
 
 def word_perplexity(config: Config, folder: Path, checkpoint: Path, subset: str, threads: int) -> Dict[str, Any]:

@@ -14,6 +14,7 @@ from powernorm_fairseq.processes import UserError
 DROPPED = ("<url>", "<talkid>", "<keywords>")
 _TAGS = re.compile(r"</?(?:title|description)>")
 _SEGMENT = re.compile(r'<seg id="[^"]*"\s*>\s*(.*?)\s*</seg>', re.IGNORECASE)
+_BEGIN = re.compile(r"<seg\b", re.IGNORECASE)
 _ENTITY = re.compile(r"&(amp|lt|gt|quot|apos|#[0-9]{1,7}|#x[0-9a-fA-F]{1,6});")
 _NAMED = {"amp": "&", "lt": "<", "gt": ">", "quot": '"', "apos": "'"}
 
@@ -87,7 +88,7 @@ def segments(path: Path, entities: bool) -> Iterator[str]:
         opened += lowered.count("<doc ")
         closed += lowered.count("</doc>")
         found = _SEGMENT.findall(line)
-        if len(found) != lowered.count("<seg "):
+        if len(found) != len(_BEGIN.findall(line)):
             raise UserError(f'{path.name}, line {number}: not a whole <seg id="...">...</seg>: {line.strip()[:80]}')
         for text in found:
             count += 1

@@ -65,6 +65,36 @@ def test_bpe_pieces_join_to_the_same_words(tmp_path):
     assert [line.replace("@@ ", "") for line in split] == [" ".join(line.split()) for line in lines]
 
 
+def test_merges_from_counts_are_those_from_the_text(tmp_path):
+    from subword_nmt.learn_bpe import learn_bpe
+
+    from powernorm_fairseq.corpora.translation import learn_joint_bpe, write_lines
+
+    lines = text.tokenise(sample_lines("train", "de", 300), "de", lower=True) + ["", "a  b ", "x@@ y"]
+    write_lines(tmp_path / "text", lines)
+    learn_joint_bpe([tmp_path / "text", tmp_path / "text"], tmp_path / "codes", 400)
+    with open(tmp_path / "usual", "w", encoding="utf-8") as file:
+        learn_bpe(lines * 2, file, 400)
+    assert (tmp_path / "codes").read_bytes() == (tmp_path / "usual").read_bytes()
+
+
+def test_pieces_are_not_those_of_merges_that_were_there_before(tmp_path):
+    codes = tmp_path / "codes"
+    codes.write_text("#version: 0.2\na b\n")
+    assert text.apply_bpe(str(codes), ["abc"]) == ["ab@@ c"]
+    codes.write_text("#version: 0.2\nb c</w>\n")
+    assert text.apply_bpe(str(codes), ["abc"]) == ["a@@ bc"]
+
+
+def test_what_is_remembered_of_words_is_bounded(tmp_path, monkeypatch):
+    codes = tmp_path / "codes"
+    codes.write_text("#version: 0.2\na b\n")
+    monkeypatch.setattr(text, "REMEMBERED_WORDS", 3)
+    for _ in range(3):
+        assert text.apply_bpe(str(codes), ["abc abd abe abf"]) == ["ab@@ c ab@@ d ab@@ e ab@@ f"]
+    assert len(text._bpe(str(codes), text._state(str(codes))).cache) == 4
+
+
 def test_sentences_end_where_they_end():
     spoken = (
         "Thank you. (Applause.) Mr. Speaker, Mrs. Ford and the U.S. Congress: we met in 1994. "

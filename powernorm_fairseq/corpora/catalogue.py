@@ -226,6 +226,9 @@ CATALOGUE: Dict[str, DataSet] = {
         licence="CC BY-SA",
         citation="Merity et al., Pointer sentinel mixture models, ICLR 2017",
         counts=(
+            Count("train lines", 1_801_350, TORCHTEXT),
+            Count("valid lines", 3_760, TORCHTEXT),
+            Count("test lines", 4_358, TORCHTEXT),
             Count("train tokens", 103_227_021, "published counts"),
             Count("valid tokens", 217_646, "published counts"),
             Count("test tokens", 245_569, "published counts"),
@@ -258,6 +261,7 @@ CATALOGUE: Dict[str, DataSet] = {
             Count("train bytes", 90_000_000, RECALLED),
             Count("valid bytes", 5_000_000, RECALLED),
             Count("test bytes", 5_000_000, RECALLED),
+            Count("byte values", 205, "public code that reads it"),
         ),
         note="The split by position is the usual one.",
     ),

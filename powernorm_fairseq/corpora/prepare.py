@@ -7,10 +7,12 @@ from typing import Callable, Dict, Tuple
 
 from powernorm_fairseq.corpora import sample
 from powernorm_fairseq.corpora.catalogue import CATALOGUE
+from powernorm_fairseq.corpora.characters import prepare_enwik8
 from powernorm_fairseq.corpora.counts import compare, read_counts
 from powernorm_fairseq.corpora.fetch import have
 from powernorm_fairseq.corpora.public import IWSLT14, IWSLT15, WMT14, Layout, prepare_public
 from powernorm_fairseq.corpora.subwords import KINDS
+from powernorm_fairseq.corpora.word_level import PTB, WIKITEXT_103, WordLevel, prepare_word_level
 from powernorm_fairseq.processes import UserError, cores
 
 
@@ -50,12 +52,21 @@ def _public(layout: Layout) -> Corpus:
     return Corpus(prepare, layout.data, tuple(KINDS))
 
 
+def _word_level(corpus: WordLevel) -> Corpus:
+    def prepare(raw: Path, root: Path, options: Options) -> Path:
+        return prepare_word_level(corpus, raw, root, options.workers)
+
+    return Corpus(prepare, corpus.data)
+
+
 def _sample_translation(raw: Path, root: Path, options: Options) -> Path:
     return sample.prepare_sample_translation(raw, root, options.workers, options.subwords)
 
 
 CORPORA: Dict[str, Corpus] = {
     **{layout.data: _public(layout) for layout in (IWSLT14, IWSLT15, WMT14)},
+    **{corpus.data: _word_level(corpus) for corpus in (PTB, WIKITEXT_103)},
+    "enwik8": Corpus(lambda raw, root, options: prepare_enwik8(raw, root), "enwik8"),
     "sample-mt": Corpus(_sample_translation, subwords=tuple(KINDS)),
     "sample-lm": Corpus(lambda raw, root, options: sample.prepare_sample_language_model(raw, root)),
 }

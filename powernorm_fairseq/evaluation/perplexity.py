@@ -7,7 +7,8 @@ from typing import Any, Dict
 
 import numpy as np
 
-from powernorm_fairseq.evaluation.units import UNITS, Text, measure, token_ids
+from powernorm_fairseq.corpora.binarised import token_ids
+from powernorm_fairseq.evaluation.units import UNITS, Text, measure
 from powernorm_fairseq.processes import UserError
 
 __all__ = ["in_units", "perplexity", "score_of", "token_ids", "unigram"]

@@ -6,18 +6,17 @@ for a whole word; so the number of words would depend on the window.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 
+from powernorm_fairseq.corpora.binarised import CORPUS, token_ids
 from powernorm_fairseq.corpora.catalogue import CATALOGUE
 from powernorm_fairseq.processes import UserError
 
 UNITS = ("word", "token", "character")
 # Which symbols are no word of their own, by the names that fairseq's --post-process has for kinds of subwords.
 SUBWORDS = ("", "subword_nmt", "sentencepiece")
-# A file beside binarised text with the name of its data set in the catalogue.
-CORPUS = "corpus.txt"
 
 
 @dataclass(frozen=True)
@@ -33,20 +32,6 @@ class Text:
     tokens: int
     words: int
     unknown: int
-
-
-def token_ids(data: Path, split: str) -> "np.ndarray[Any, Any]":
-    """All token ids of a split of binarised text, ends of sentence included, in order.
-
-    Raises:
-        UserError: there is no such split.
-    """
-    from fairseq.data import data_utils
-
-    dataset = data_utils.load_indexed_dataset(str(data / split), None, None)
-    if dataset is None:
-        raise UserError(f"no split {split!r} in {data}")
-    return np.concatenate([dataset[index].numpy() for index in range(len(dataset))])
 
 
 def measure(data: Path, split: str, subwords: str = "") -> Text:

@@ -8,9 +8,10 @@ import torch
 
 from powernorm_fairseq.__main__ import main
 from powernorm_fairseq.checkpoints.average import load_checkpoint, save_checkpoint
+from powernorm_fairseq.corpora.binarised import CORPUS
 from powernorm_fairseq.evaluation.language_model import evaluate, in_words, trained_with
 from powernorm_fairseq.evaluation.perplexity import in_units
-from powernorm_fairseq.evaluation.units import CORPUS, Text, measure, published_tokens
+from powernorm_fairseq.evaluation.units import Text, measure, published_tokens
 from powernorm_fairseq.evaluation.windows import Window, window_of
 from powernorm_fairseq.experiment import run
 from powernorm_fairseq.experiment.floor import save_untrained

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any, Dict, List, Mapping, Sequence
+from typing import IO, Any, Dict, Iterable, List, Mapping, Sequence
 
 PACKAGE = Path(__file__).resolve().parent
 
@@ -67,17 +67,21 @@ def end_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
 
 
-def start(command: Sequence[str], log: Path, *, threads: int = 1) -> "subprocess.Popen[bytes]":
+def start(
+    command: Sequence[str], log: Path, *, threads: int = 1, without: Iterable[str] = ()
+) -> "subprocess.Popen[bytes]":
     """Start ``command``; all of its output is appended to ``log``.
 
     The child ends with this process, so that nobody goes on writing into a folder that a later start continues; and it
-    inherits a lock on the folder (``hold``), for systems where it cannot be made to end.
+    inherits a lock on the folder (``hold``), for systems where it cannot be made to end. It does not see the variables
+    of the environment that ``without`` names.
     """
+    seen = {name: value for name, value in environment(threads).items() if name not in set(without)}
     with open(log, "ab") as output:
         output.write(("$ " + " ".join(command) + "\n").encode())
         output.flush()
         # Of Python's own files only those that `hold` has made inheritable are passed on.
-        return with_parent(command, stdout=output, stderr=subprocess.STDOUT, env=environment(threads), close_fds=False)
+        return with_parent(command, stdout=output, stderr=subprocess.STDOUT, env=seen, close_fds=False)
 
 
 def with_parent(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":

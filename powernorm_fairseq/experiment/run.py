@@ -19,6 +19,7 @@ from powernorm_fairseq.checkpoints.average import (
     save_checkpoint,
 )
 from powernorm_fairseq.checkpoints.reestimate import is_statistic, reestimate
+from powernorm_fairseq.experiment import launch as launching
 from powernorm_fairseq.experiment import record
 from powernorm_fairseq.experiment.config import (
     Config,
@@ -30,12 +31,20 @@ from powernorm_fairseq.experiment.config import (
     with_norm,
 )
 from powernorm_fairseq.experiment.folder import claim
-from powernorm_fairseq.experiment.training import Say, train
+from powernorm_fairseq.experiment.launch import ONE, Launch
+from powernorm_fairseq.experiment.training import Say, join, train
 from powernorm_fairseq.processes import PACKAGE, UserError, cores, fairseq_program, run_to_end, write_atomically
 
 
 def run(
-    config: Config, folder: Path, *, norm: str = "", path: Optional[Path] = None, threads: int = 1, say: Say = print
+    config: Config,
+    folder: Path,
+    *,
+    norm: str = "",
+    path: Optional[Path] = None,
+    threads: int = 1,
+    launch: Launch = ONE,
+    say: Say = print,
 ) -> Dict[str, Any]:
     """Do all that is still to be done of one run and return its result.
 
@@ -46,18 +55,23 @@ def run(
         folder: the run's own folder.
         norm: the name under which tables show the run.
         path: the file that the config came from, which names the group of runs that this one belongs to.
-        threads: for every process of the run.
+        threads: for every process of the run; the workers of a node share them.
+        launch: the workers that train, for which the config is made (``launch.adapted``). On a node other than the
+            first its part of the training is all that is done, and the result is empty.
 
     Raises:
         UserError: a stage failed, or the folder belongs to another run.
     """
     config = placed(config, folder)
+    if launch.node:
+        join(config, folder, threads, say, launch)
+        return {}
     with claim(folder, config):
         finished = record.read(folder)
         if finished is not None:
             say("finished before")
             return finished
-        training = train(config, folder, threads, say)
+        training = train(config, folder, threads, say, launch)
         result = {
             "kind": scoring_of(config).metric,
             "outcome": training["outcome"],
@@ -225,6 +239,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=cores(), help="threads for each process (%(default)s)")
     parser.add_argument("--label", default="", help="what progress lines start with")
     add_override(parser)
+    launching.add_arguments(parser)
 
 
 def add_override(parser: argparse.ArgumentParser) -> None:
@@ -264,6 +279,11 @@ def speaker(label: Optional[str]) -> Say:
 
 def main(args: argparse.Namespace) -> int:
     """Run what the arguments describe."""
+    say, config = speaker(args.label), config_of(args)
+    launch = launching.launch_of(args, config)
+    config, words = launching.adapted(config, launch)
+    for sentence in words if launch.workers > 1 else []:
+        say(sentence)
     norm = args.norm or (args.config.stem if is_row(args.config) else "")
-    run(config_of(args), args.dir, norm=norm, path=args.config, threads=args.threads, say=speaker(args.label))
+    run(config, args.dir, norm=norm, path=args.config, threads=args.threads, launch=launch, say=say)
     return 0

@@ -11,9 +11,10 @@ from typing import Any, Callable, Dict, Optional, Tuple
 from powernorm_fairseq.checkpoints.average import load_checkpoint
 from powernorm_fairseq.checkpoints.last import mend_last_checkpoint
 from powernorm_fairseq.experiment import record
-from powernorm_fairseq.experiment.config import Config, number, train_arguments
+from powernorm_fairseq.experiment.config import Config, number
+from powernorm_fairseq.experiment.launch import LAUNCHERS, ONE, Launch, command, record_of
 from powernorm_fairseq.experiment.log import Follower, clock, validations
-from powernorm_fairseq.processes import UserError, failure, fairseq_program, start, stop, write_atomically
+from powernorm_fairseq.processes import UserError, failure, start, stop, write_atomically
 
 Say = Callable[[str], None]
 PROGRESS_SECONDS = 15.0
@@ -26,13 +27,13 @@ _WORKERS = re.compile(r"^FloatingPointError: Fatal error: gradients are inconsis
 _RANK = re.compile(r"^rank +\d+ = (nan|-?inf)\s*$", re.MULTILINE)
 
 
-def train(config: Config, folder: Path, threads: int, say: Say) -> Dict[str, Any]:
+def train(config: Config, folder: Path, threads: int, say: Say, launch: Launch = ONE) -> Dict[str, Any]:
     """Train to the end, from where an earlier start was interrupted.
 
     Returns:
         ``outcome`` (``finished`` or ``diverged``), ``updates``, ``seconds``, ``parameters``, ``valid_loss`` and
-        ``valid_nll`` of the last validation, ``git_commit`` of the code that trained, and for a training that diverged
-        ``reason``. What is not known is None.
+        ``valid_nll`` of the last validation, ``workers``, ``nodes``, ``git_commit`` of the code that trained, and for a
+        training that diverged ``reason``. What is not known is None.
         A training that has ended either way is not done again.
 
     Raises:
@@ -47,7 +48,7 @@ def train(config: Config, folder: Path, threads: int, say: Say) -> Dict[str, Any
     going_on = (checkpoints / "checkpoint_last.pt").exists()
     log.touch()
     follower, size, began = Follower(log), log.stat().st_size, time.time()
-    process = start([*fairseq_program("train"), *train_arguments(config)], log, threads=threads)
+    process = _start(config, log, threads, launch)
     try:
         _watch(process, follower, int(number(config, "optimization", "max_update", 0)), going_on, say)
     finally:
@@ -56,9 +57,7 @@ def train(config: Config, folder: Path, threads: int, say: Say) -> Dict[str, Any
     history = validations(log)
     reason = None
     if process.returncode:
-        with open(log, "rb") as file:
-            file.seek(size)
-            reason = reason_of_divergence(file.read().decode("utf-8", errors="replace"))
+        reason = reason_of_divergence(_from(log, size))
         if reason is None:
             raise UserError(failure("fairseq-train", process.returncode, log))
     elif history and not math.isfinite(history[-1].loss):
@@ -69,6 +68,7 @@ def train(config: Config, folder: Path, threads: int, say: Say) -> Dict[str, Any
         **_end_of_training(checkpoints, follower, began if reason else None),
         "valid_loss": last.loss if last else None,
         "valid_nll": last.nll if last else None,
+        **record_of(launch),
         # Scores may be computed by later code than that which trained.
         "git_commit": record.git_commit(),
     }
@@ -77,6 +77,40 @@ def train(config: Config, folder: Path, threads: int, say: Say) -> Dict[str, Any
         say(f"diverged after {training['updates']} updates: {reason}")
     write_atomically(marker, json.dumps(training) + "\n")
     return training
+
+
+def join(config: Config, folder: Path, threads: int, say: Say, launch: Launch) -> None:
+    """The part of a node other than the first in a training: its workers, and nothing before or after them.
+
+    Raises:
+        UserError: the workers failed otherwise than by divergence.
+    """
+    marker, log = folder / "trained.json", folder / f"train.node{launch.node}.log"
+    if marker.exists():
+        say("training has ended before")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    log.touch()
+    size = log.stat().st_size
+    say(f"node {launch.node} of {launch.nodes} takes part in the training")
+    process = _start(config, log, threads, launch)
+    try:
+        process.wait()
+    finally:
+        stop(process)
+    if process.returncode and not marker.exists() and reason_of_divergence(_from(log, size)) is None:
+        raise UserError(failure("the training", process.returncode, log))
+
+
+def _start(config: Config, log: Path, threads: int, launch: Launch) -> "subprocess.Popen[bytes]":
+    return start(command(config, launch), log, threads=max(1, threads // launch.local), without=LAUNCHERS)
+
+
+def _from(log: Path, position: int) -> str:
+    """What was appended to a log."""
+    with open(log, "rb") as file:
+        file.seek(position)
+        return file.read().decode("utf-8", errors="replace")
 
 
 def reason_of_divergence(log: str) -> Optional[str]:

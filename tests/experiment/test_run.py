@@ -136,7 +136,7 @@ def test_statistics_are_measured_once_and_where_there_are_any(small, tmp_path):
 
 def test_a_failing_program_shows_the_end_of_its_log(small, tmp_path, monkeypatch):
     failing = [sys.executable, "-c", "print('what went wrong'); raise SystemExit(3)"]
-    monkeypatch.setattr(training, "fairseq_program", lambda name: failing)
+    monkeypatch.setattr(training, "command", lambda *args: failing)
     with pytest.raises(UserError) as error:
         run.run(small, tmp_path / "run", say=lambda words: None)
     assert "fairseq-train ended with code 3" in str(error.value) and "what went wrong" in str(error.value)

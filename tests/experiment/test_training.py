@@ -53,7 +53,7 @@ def test_a_training_that_diverges_is_a_result_and_is_not_repeated(config, tmp_pa
     assert (result["group"], result["task_kind"], result["config_file"]) == ("sample", "mt", str(MT))
     assert said[-1] == f"finished: diverged after {result['training']['updates']} updates"
 
-    monkeypatch.setattr(training, "fairseq_program", lambda name: pytest.fail("trained twice"))
+    monkeypatch.setattr(training, "command", lambda *args: pytest.fail("trained twice"))
     assert run.run(wild, tmp_path, norm="layer", path=MT, say=said.append) == result
     (tmp_path / record.RESULT).unlink()
     assert run.run(wild, tmp_path, norm="layer", path=MT, say=said.append)["outcome"] == "diverged"
@@ -68,7 +68,7 @@ def test_a_training_that_diverges_is_a_result_and_is_not_repeated(config, tmp_pa
 def test_a_validation_loss_that_is_no_number_is_divergence(config, tmp_path, monkeypatch):
     """Nothing stops such a training; it ends as if all were well, at worst without a best checkpoint."""
     line = 'x | INFO | valid | {"valid_loss": "nan", "valid_num_updates": "4"}'
-    monkeypatch.setattr(training, "fairseq_program", lambda name: [sys.executable, "-c", f"print({line!r})"])
+    monkeypatch.setattr(training, "command", lambda *args: [sys.executable, "-c", f"print({line!r})"])
     monkeypatch.setattr(training, "_end_of_training", lambda *args: {"updates": 4})
     result = run.run(config, tmp_path, say=lambda words: None)
     assert result["training"]["reason"] == "the validation loss is nan" and result["training"]["valid_loss"] is None
@@ -77,7 +77,7 @@ def test_a_validation_loss_that_is_no_number_is_divergence(config, tmp_path, mon
 
 def test_other_failures_stay_errors(config, tmp_path, monkeypatch):
     program = [sys.executable, "-c", "print('RuntimeError: no space left'); raise SystemExit(1)"]
-    monkeypatch.setattr(training, "fairseq_program", lambda name: program)
+    monkeypatch.setattr(training, "command", lambda *args: program)
     (tmp_path / "train.log").write_text(FLOATING + "gradients are Nan/Inf\n")  # of an earlier start
     with pytest.raises(UserError, match="no space left"):
         run.run(config, tmp_path, say=lambda words: None)

@@ -1,5 +1,5 @@
 # `make demo` and `make test` are all that most people need; both set up .venv first if it is missing.
-.PHONY: help venv demo test lint test-stock clean
+.PHONY: help venv demo test report lint test-stock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,6 +11,7 @@ ARGS ?=
 help:
 	@echo "make demo [NORMS=power,layer]  train and score small models with every norm (about 20 minutes on 2 cores)"
 	@echo "make test [ARGS='-k power']    run the tests (under 15 minutes on 2 cores)"
+	@echo "make report                    results/: tables and figures from the records of all runs"
 	@echo "make lint                      ruff format, ruff check, mypy"
 	@echo "make test-stock                the tests on stock fairseq 0.12.2 with Python 3.8 or 3.10 (slow)"
 	@echo "make venv                      only set up $(VENV)"
@@ -24,6 +25,9 @@ demo: venv
 
 test: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+report: venv
+	$(BIN)/powernorm_fairseq report $(ARGS)
 
 lint: venv
 	$(BIN)/ruff format --check .

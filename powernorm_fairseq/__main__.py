@@ -28,7 +28,8 @@ COMMANDS = {
     "reestimate": ("powernorm_fairseq.checkpoints.reestimate", "measure a checkpoint's running statistics anew"),
     "convert": ("powernorm_fairseq.checkpoints.convert", "a checkpoint of the authors' PowerNorm code for this plugin"),
     "inspect": ("powernorm_fairseq.checkpoints.inspect", "running statistics in checkpoints, and what looks wrong"),
-    "report": ("powernorm_fairseq.report.report", "the table and the curves of finished runs"),
+    "record": ("powernorm_fairseq.report.records", "keep the results of finished runs as records"),
+    "report": ("powernorm_fairseq.report.report", "tables and figures from the records"),
 }
 
 

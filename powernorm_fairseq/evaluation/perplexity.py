@@ -3,7 +3,7 @@
 import math
 import re
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, Tuple
 
 import numpy as np
 
@@ -15,7 +15,7 @@ __all__ = ["in_units", "perplexity", "score_of", "token_ids", "unigram"]
 
 # "... | INFO | fairseq_cli.eval_lm | 17 the [-2.345678]\tstate [-5.4321]"; "INFO:fairseq_cli.eval_lm:17 the ..." where
 # something else has set up logging first.
-_WORD_LINE = re.compile(r"fairseq_cli\.eval_lm(?: \| |:)\d+ (.*\[-?(?:[\d.]+|inf|nan)\])$")
+_WORD_LINE = re.compile(r"fairseq_cli\.eval_lm(?: \| |:)(\d+) (.*\[-?(?:[\d.]+|inf|nan)\])$")
 _SCORE = re.compile(r"\[(-?(?:[\d.]+|inf|nan))\]$")
 _PRINTED = re.compile(r"Loss \(base 2\): ([\d.]+|inf|nan), Perplexity: ")
 
@@ -69,6 +69,27 @@ def in_units(nats: float, text: Text, unit: str = "word") -> Dict[str, Any]:
     }
 
 
+def nats_by_sample(output: str) -> Dict[int, Tuple[float, int]]:
+    """Sample of the text -> minus the log-probability of its tokens, and their number; from the same output.
+
+    Raises:
+        UserError: a line cannot be read.
+    """
+    found: Dict[int, Tuple[float, int]] = {}
+    for line in output.split("\n"):
+        match = _WORD_LINE.search(line)
+        if match:
+            nats, tokens = found.get(int(match.group(1)), (0.0, 0))
+            for word in match.group(2).split("\t"):
+                score = _SCORE.search(word)
+                if score is None:
+                    raise UserError(f"cannot read the log-probability in {word[:80]!r}")
+                nats -= float(score.group(1))
+                tokens += 1
+            found[int(match.group(1))] = (nats, tokens)
+    return found
+
+
 def score_of(output: str, text: Text, unit: str = "word") -> Dict[str, Any]:
     """Perplexity, end-of-sentence included, from ``fairseq-eval-lm --output-word-probs`` without ``--post-process``.
 
@@ -80,15 +101,8 @@ def score_of(output: str, text: Text, unit: str = "word") -> Dict[str, Any]:
     Raises:
         UserError: not exactly the tokens of ``text`` were scored, or the sum is not what fairseq printed.
     """
-    nats, tokens = 0.0, 0
-    for line in output.split("\n"):
-        words = _WORD_LINE.search(line)
-        for word in words.group(1).split("\t") if words else ():
-            score = _SCORE.search(word)
-            if score is None:
-                raise UserError(f"cannot read the log-probability in {word[:80]!r}")
-            nats -= float(score.group(1))
-            tokens += 1
+    samples = nats_by_sample(output).values()
+    nats, tokens = sum(nats for nats, _ in samples), sum(count for _, count in samples)
     if tokens != text.tokens:
         raise UserError(f"{tokens} tokens were scored, but the text has {text.tokens}")
     printed = _PRINTED.search(output)

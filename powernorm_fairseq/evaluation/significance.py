@@ -4,6 +4,7 @@ import contextlib
 import os
 from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 
+import numpy as np
 from sacrebleu.metrics.base import Metric
 from sacrebleu.significance import PairedTest
 
@@ -96,6 +97,32 @@ def compare(
         "lines": len(references),
         "metrics": compared,
     }
+
+
+def sign_flips(differences: Sequence[float], *, trials: int = TRIALS, seed: int = SEED) -> float:
+    """The p-value of paired approximate randomisation for a sum of differences, such as of two models' losses.
+
+    If the two were equally good, each difference could as well have had the other sign. The share of random signs with
+    a sum at least as far from 0 as the one seen, which itself counts as one of the trials.
+
+    Args:
+        differences: one for each piece of the text.
+
+    Raises:
+        UserError: no difference at all, or one that is not finite.
+    """
+    values = np.asarray(differences, dtype=np.float64)
+    if values.size == 0 or not np.isfinite(values).all():
+        raise UserError("there must be differences, and all must be finite")
+    # Sums of the same numbers in another order differ in their last digits.
+    seen = abs(values.sum()) - 1e-9 * np.abs(values).sum()
+    generator, extreme, left = np.random.default_rng(seed), 0, trials
+    while left:
+        block = min(left, max(1, 4_000_000 // values.size))
+        signs = generator.integers(0, 2, (block, values.size), dtype=np.int8) * 2 - 1
+        extreme += int((np.abs(signs @ values) >= seen).sum())
+        left -= block
+    return (extreme + 1) / (trials + 1)
 
 
 def in_words(comparison: Mapping[str, Any]) -> str:

@@ -159,7 +159,7 @@ def _names(text: str) -> List[str]:
 
 def main(args: argparse.Namespace) -> int:
     """Run the demo; the exit code is 1 if something failed, though the table shows all the rest."""
-    from powernorm_fairseq.report.report import report
+    from powernorm_fairseq.report.runs import report
 
     odd = [task for task in args.tasks if task not in TASKS]
     if odd:

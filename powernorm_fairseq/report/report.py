@@ -1,45 +1,55 @@
-"""``powernorm_fairseq report``: the table and the curves of the finished runs below a folder."""
+"""``powernorm_fairseq report``: tables and figures from the records of all runs, the papers' numbers beside ours."""
 
 import argparse
-import json
 from pathlib import Path
+from typing import Dict, List
 
-from powernorm_fairseq.experiment import record
-from powernorm_fairseq.processes import UserError, write_atomically
-from powernorm_fairseq.report import curves, table
+from powernorm_fairseq.processes import write_atomically
+from powernorm_fairseq.report.figures import digest_of, figures_of
+from powernorm_fairseq.report.page import digest_of_records, markdown, page
+from powernorm_fairseq.report.records import RECORDS, load
+from powernorm_fairseq.report.summary import tables_of
 
-TITLE = "Norms on the sample text"
 
+def report(records: Path, output: Path) -> List[Path]:
+    """Write ``tables.md``, ``report.html`` (all in one file) and ``figures/*.svg``; returns what was written.
 
-def report(root: Path, output: Path) -> None:
-    """Print the table and write ``table.md``, ``table.json`` and ``curves.png``.
-
-    Raises:
-        UserError: there is no finished run below ``root``.
+    A figure that shows the same data already is not drawn again, so that another version of matplotlib changes nothing.
     """
-    results = record.read_all(root)
-    if not any("norm" in result for result in results):
-        raise UserError(f"no finished run below {root}")
-    rows, notes = table.rows_of(results), table.notes(results)
-    text = table.markdown(rows)
-    listed = "\n".join(f"- {note}" for note in notes)
-    write_atomically(output / "table.md", f"# {TITLE}\n\n{text}\n\n{listed}\n\n![Validation loss](curves.png)\n")
-    write_atomically(
-        output / "table.json", json.dumps({"rows": rows, "notes": notes}, indent=1, ensure_ascii=False) + "\n"
-    )
-    curves.draw(curves.curves_of(results), output / "curves.png")
-    print(f"\n{TITLE}\n\n{text}\n\n{listed}\n\nSaved as {output}/table.md, table.json and curves.png", flush=True)
+    found = load(records)
+    tables = tables_of(found)
+    figures = figures_of(tables)
+    folder = output / "figures"
+    folder.mkdir(parents=True, exist_ok=True)
+    drawings: Dict[str, str] = {}
+    written = []
+    for figure in figures:
+        path = folder / f"{figure.name}.svg"
+        drawing = path.read_text(encoding="utf-8") if path.exists() else ""
+        if digest_of(drawing) != figure.digest:
+            drawing = figure.svg()
+            write_atomically(path, drawing)
+        drawings[figure.name] = drawing
+        written.append(path)
+    for path in set(folder.glob("*.svg")) - set(written):
+        path.unlink()  # of records that are gone
+    for name, text in (
+        ("tables.md", markdown(tables, figures)),
+        ("report.html", page(tables, figures, drawings, digest_of_records(found))),
+    ):
+        write_atomically(output / name, text)
+        written.append(output / name)
+    return written
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("runs", type=Path, nargs="?", default=Path("runs/sample"), help="folder of runs (%(default)s)")
-    parser.add_argument("--output", type=Path, help="folder for the files (that of the runs)")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the records (%(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("results"), help="folder for the files (%(default)s)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Report on what the arguments name."""
-    output = args.output or args.runs
-    output.mkdir(parents=True, exist_ok=True)
-    report(args.runs, output)
+    """Report on the records that the arguments name."""
+    for path in report(args.records, args.output):
+        print(path)
     return 0

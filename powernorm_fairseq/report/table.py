@@ -91,6 +91,11 @@ def _score(entry: Optional[Dict[str, Any]], subset: str) -> str:
     return f"{entry['scores'][subset]:.2f}"
 
 
+def markdown_lines(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, padded so that it reads well as plain text too; numbers are to the right."""
+    return _lines([heading, *rows])
+
+
 def _lines(table: Sequence[Sequence[str]]) -> str:
     widths = [max(len(cells[column]) for cells in table) for column in range(len(table[0]))]
     lines = []

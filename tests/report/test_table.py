@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from powernorm_fairseq.__main__ import main
+from powernorm_fairseq.processes import UserError
+from powernorm_fairseq.report.runs import report
 from powernorm_fairseq.report.table import LABELS, markdown, notes, rows_of
 
 SIGNATURE = "nrefs:1|case:lc|eff:no|tok:13a|smooth:exp|version:2.6.0"
@@ -103,8 +104,9 @@ def runs(tmp_path):
     return tmp_path / "runs"
 
 
-def test_the_command_writes_what_it_prints(runs, tmp_path, capsys):
-    assert main(["report", str(runs), "--output", str(tmp_path / "out")]) == 0
+def test_what_is_printed_is_written(runs, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    report(runs, tmp_path / "out")
     printed = capsys.readouterr().out
     table = markdown(rows_of(RESULTS))
     assert table in printed and table in (tmp_path / "out" / "table.md").read_text(encoding="utf-8")
@@ -115,9 +117,9 @@ def test_the_command_writes_what_it_prints(runs, tmp_path, capsys):
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_half_a_result_is_no_result(runs, capsys):
+def test_half_a_result_is_no_result(runs):
     for folder in runs.iterdir():
         text = (folder / "result.json").read_text()
         (folder / "result.json").write_text(text[: len(text) // 2])
-    assert main(["report", str(runs)]) == 1
-    assert "no finished run below" in capsys.readouterr().err
+    with pytest.raises(UserError, match="no finished run below"):
+        report(runs, runs)

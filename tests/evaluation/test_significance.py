@@ -10,7 +10,7 @@ import pytest
 from sacrebleu.metrics import BLEU, CHRF
 
 from powernorm_fairseq.evaluation.bleu import plain_metric
-from powernorm_fairseq.evaluation.significance import compare, in_words
+from powernorm_fairseq.evaluation.significance import compare, in_words, sign_flips
 from powernorm_fairseq.processes import UserError
 from tests.commands import write_lines
 from tests.evaluation.test_tokenised import from_statistics, lines_of, statistics, without
@@ -149,3 +149,27 @@ def test_what_is_refused(systems, references):
     for name in ("seed", "resamples", "trials"):
         with pytest.raises(UserError, match=f"{name} must be at least 1, not 0"):
             compare(systems, references, {"BLEU": BLEU()}, **{name: 0})
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_signs_of_differences_against_all_choices(seed):
+    """Against the exact share of all 2^12 choices of signs."""
+    differences = np.random.default_rng(seed).standard_normal(12) + 0.4
+    signs = 1 - 2 * ((np.arange(2**12)[:, None] >> np.arange(12)) & 1)
+    exact = (np.abs(signs @ differences) >= abs(differences.sum()) - 1e-12).mean()
+    assert sign_flips(differences) == pytest.approx(exact, abs=5 * np.sqrt(exact / 10_000))
+    assert sign_flips(differences, seed=5) == sign_flips(differences, seed=5) != sign_flips(differences, seed=6)
+
+
+def test_differences_that_leave_no_doubt():
+    assert sign_flips([1.0] * 40) == 1 / 10_001  # the least there is
+    assert sign_flips([0.0] * 5) == 1
+    assert sign_flips([1.0, -1.0] * 20) == 1
+    assert sign_flips([0.1] * 3) == pytest.approx(2 / 8, abs=0.03)  # sums in another order round differently
+    assert sign_flips(np.ones(3_000_000), trials=3) == 1 / 4  # in blocks
+
+
+def test_differences_that_are_none():
+    for wrong in ([], [1.0, float("nan")], [float("inf")]):
+        with pytest.raises(UserError, match="finite"):
+            sign_flips(wrong)

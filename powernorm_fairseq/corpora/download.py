@@ -14,6 +14,7 @@ In the folder, beside ``NAME``:
 
 import contextlib
 import errno
+import filecmp
 import http.client
 import json
 import os
@@ -122,7 +123,10 @@ def take(source: Path, file: File, folder: Path, say: Say = tell) -> Path:
         raise UserError(f"no file {source}")
     with clear_errors(folder), contextlib.closing(hold(folder)):
         if target.exists():
-            return _verified(target, file, say)
+            _verified(target, file, say)
+            if not file.checksums and not filecmp.cmp(source, target, shallow=False):
+                raise UserError(f"{source} is another file than {target}; delete the wrong one of them")
+            return target
         try:
             shutil.copyfile(source, copy)
             _accept(copy, file, folder, str(source), say)

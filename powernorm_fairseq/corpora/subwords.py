@@ -12,7 +12,7 @@ from powernorm_fairseq.corpora.streams import Progress, lines_of
 from powernorm_fairseq.corpora.text import bpe_pieces, sentencepiece_pieces
 from powernorm_fairseq.processes import UserError
 
-# Sentences that a sentencepiece model is learned from; more of them would take tens of gigabytes.
+# Sentences at most that a sentencepiece model is learned from, drawn evenly: its memory grows with their number.
 SAMPLED_SENTENCES = 2_000_000
 
 

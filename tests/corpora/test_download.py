@@ -14,6 +14,7 @@ import time
 import pytest
 
 from powernorm_fairseq.corpora import download
+from powernorm_fairseq.corpora.catalogue import File
 from powernorm_fairseq.corpora.download import Manner
 from powernorm_fairseq.processes import PACKAGE, UserError, hold
 from tests.corpora.servers import ARCHIVE, LONG, TEXT, names
@@ -280,3 +281,15 @@ def test_progress_says_how_much_how_fast_and_how_long_yet(server, get, said):
     assert len(lines) >= 2
     assert re.match(r"a\.tgz: [\d.]+ kB of [\d.]+ kB \(\d+ %\), [\d.]+ kB/s, 0 min \d+ s left", lines[0])
     assert "(100 %)" in lines[-1] and "left" not in lines[-1]
+
+
+def test_another_copy_than_the_one_that_is_there_is_not_passed_over(tmp_path):
+    """Where no checksum is public, nothing else tells the two apart."""
+    one, other = tmp_path / "one.gz", tmp_path / "other.gz"
+    one.write_bytes(gzip.compress(b"one"))
+    other.write_bytes(gzip.compress(b"other"))
+    file, folder = File("a.gz"), tmp_path / "raw"
+    download.take(one, file, folder, print)
+    assert download.take(one, file, folder, print).read_bytes() == one.read_bytes()
+    with pytest.raises(UserError, match=r"other\.gz is another file than .*a\.gz; delete the wrong one"):
+        download.take(other, file, folder, print)

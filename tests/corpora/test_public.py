@@ -13,7 +13,7 @@ import time
 import pytest
 
 from powernorm_fairseq import __main__ as command
-from powernorm_fairseq.corpora import text, translation
+from powernorm_fairseq.corpora import streams, text, translation
 from powernorm_fairseq.corpora.archives import segments, unwrap_tags
 from powernorm_fairseq.corpora.catalogue import CATALOGUE, File
 from powernorm_fairseq.corpora.public import IWSLT14, IWSLT15, WMT14, extract, prepare_public
@@ -273,8 +273,8 @@ def test_a_last_line_without_an_end_does_not_join_the_next_text(tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_while_processes_tokenise(tmp_path):
-    """The workers end too, what was whole is kept, and the next start gives what an undisturbed one gives."""
+def test_killed_while_processes_tokenise(tmp_path, monkeypatch):
+    """The workers end too, what was whole is kept, and two processes go on to what one gives undisturbed."""
     raw, root, _ = copied(tmp_path)
     script = tmp_path / "slow.py"
     script.write_text(
@@ -311,12 +311,14 @@ def test_killed_while_processes_tokenise(tmp_path):
     assert process.pid not in workers
     assert (root / "text" / "made.json").exists() and not (root / "tokenised").exists()
 
-    prepare_public(small(IWSLT14), raw, root)
     undisturbed = tmp_path / "undisturbed"
     prepare_public(small(IWSLT14), raw, undisturbed)
-    for split in SPLITS:
-        for step, name in (("tokenised", f"{split}.de"), ("binarised", f"{split}.de-en.en.bin")):
-            assert (root / step / name).read_bytes() == (undisturbed / step / name).read_bytes()
+    monkeypatch.setattr(translation, "PARALLEL_FROM", 0)
+    monkeypatch.setattr(translation, "in_chunks", lambda items: streams.in_chunks(items, 20))
+    prepare_public(small(IWSLT14), raw, root, workers=2)
+    for step, name in [("tokenised", "{}.de"), ("subwords", "{}.en"), ("binarised", "{}.de-en.en.bin")]:
+        for path in [f"{step}/{name.format(split)}" for split in SPLITS]:
+            assert (root / path).read_bytes() == (undisturbed / path).read_bytes()
     assert not list(root.glob("*.partial"))
 
 

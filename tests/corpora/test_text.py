@@ -70,7 +70,7 @@ def test_merges_from_counts_are_those_from_the_text(tmp_path):
 
     from powernorm_fairseq.corpora.translation import learn_joint_bpe, write_lines
 
-    lines = text.tokenise(sample_lines("train", "de", 300), "de", lower=True) + ["", "a  b ", "x@@ y"]
+    lines = [*text.tokenise(sample_lines("train", "de", 300), "de", lower=True), "", "a  b ", "x@@ y"]
     write_lines(tmp_path / "text", lines)
     learn_joint_bpe([tmp_path / "text", tmp_path / "text"], tmp_path / "codes", 400)
     with open(tmp_path / "usual", "w", encoding="utf-8") as file:

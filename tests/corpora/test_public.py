@@ -288,7 +288,7 @@ def test_killed_while_processes_tokenise(tmp_path, monkeypatch):
             translation.PARALLEL_FROM = 0
             translation.in_chunks = lambda items: streams.in_chunks(items, 20)
             def slow(lines, *rest):
-                print(os.getpid(), flush=True)
+                os.write(1, b"%d\\n" % os.getpid())  # at once: the other process writes too
                 time.sleep(60)
             translation.moses = slow
             public.prepare_public(public.IWSLT14, pathlib.Path({str(raw)!r}), pathlib.Path({str(root)!r}), workers=2)

@@ -1,5 +1,5 @@
 # `make demo` and `make test` are all that most people need; both set up .venv first if it is missing.
-.PHONY: help venv demo test report lint test-stock clean
+.PHONY: help venv demo reproduce test report lint test-stock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,9 +7,14 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 NORMS ?=
 ARGS ?=
+ROW ?=
+GPUS ?=
+SEEDS ?=
 
 help:
 	@echo "make demo [NORMS=power,layer]  train and score small models with every norm (about 20 minutes on 2 cores)"
+	@echo "make reproduce ROW=iwslt14_de_en/power [GPUS=8] [SEEDS='1 2 3'] [ARGS=--dry-run]"
+	@echo "                               a row of a published table, from raw text to its number (GPUs, hours to days)"
 	@echo "make test [ARGS='-k power']    run the tests (under 15 minutes on 2 cores)"
 	@echo "make report                    results/: tables and figures from the records of all runs"
 	@echo "make lint                      ruff format, ruff check, mypy"
@@ -22,6 +27,10 @@ venv:
 
 demo: venv
 	$(BIN)/powernorm_fairseq demo $(if $(NORMS),--norms $(NORMS)) $(ARGS)
+
+reproduce: venv
+	@test -n "$(ROW)" || { echo "which row? make reproduce ROW=iwslt14_de_en/power"; exit 2; }
+	GPUS="$(GPUS)" SEEDS="$(SEEDS)" PYTHON="$(BIN)/python" scripts/reproduce.sh $(ROW) $(ARGS)
 
 test: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)

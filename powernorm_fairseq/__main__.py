@@ -14,6 +14,7 @@ COMMANDS = {
     "fetch": ("powernorm_fairseq.corpora.fetch", "the public data sets: what they are, and their files"),
     "prepare": ("powernorm_fairseq.corpora.prepare", "raw text to what fairseq reads"),
     "run": ("powernorm_fairseq.experiment.run", "train, average, decode and score what one YAML describes"),
+    "reproduce": ("powernorm_fairseq.experiment.reproduce", "a row of a published table, from raw text to its number"),
     "score": ("powernorm_fairseq.evaluation.score", "BLEU and chrF of translations, and whether systems differ"),
     "perplexity": (
         "powernorm_fairseq.evaluation.language_model",

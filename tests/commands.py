@@ -66,3 +66,9 @@ def hypotheses(output: str) -> List[str]:
 
 def write_lines(path: Path, lines: Sequence[str]) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def sample_reference(data: Path, split: str, language: str, count: int) -> None:
+    """Put the untouched sentences of the sample beside binarised text, as preparation does."""
+    with open(ROOT / "data" / "sample" / "ui-de-en" / f"{split}.{language}", encoding="utf-8") as lines:
+        write_lines(data / f"reference.{split}.{language}", [next(lines).rstrip("\n") for _ in range(count)])

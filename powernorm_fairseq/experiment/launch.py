@@ -67,8 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def launch_of(args: argparse.Namespace, config: Config, environment: Mapping[str, str] = os.environ) -> Launch:
+def launch_of(
+    args: argparse.Namespace, config: Config, environment: Mapping[str, str] = os.environ, anywhere: bool = False
+) -> Launch:
     """What the arguments ask for; in a step of several SLURM tasks (srun), one for each node, SLURM's numbers.
+
+    ``anywhere``: only to be printed, so GPUs need not be here.
 
     Raises:
         UserError: numbers that cannot be, GPUs that are not there, or several nodes without their meeting point.
@@ -78,7 +82,7 @@ def launch_of(args: argparse.Namespace, config: Config, environment: Mapping[str
     planned = int(number(config, "distributed_training", "distributed_world_size", 1))
     if args.gpus is not None and args.gpus < 1:
         raise UserError(f"--gpus {args.gpus}: it takes one at least")
-    if cpu:
+    if cpu or anywhere:
         local = args.gpus or max(1, planned // nodes)
     else:
         here = _gpus()

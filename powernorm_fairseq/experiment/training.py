@@ -142,9 +142,10 @@ def _end_of_training(checkpoints: Path, follower: Follower, began: Optional[floa
                 raise
             continue  # half written, by a worker that was ended since another one had failed
         return {
-            "updates": state["optimizer_history"][-1]["num_updates"],
-            # fairseq carries this over an interruption; what was lost and repeated is not counted.
-            "seconds": state["extra_state"]["previous_training_time"],
+            "updates": int(state["optimizer_history"][-1]["num_updates"]),
+            # fairseq carries this over an interruption; what was lost and repeated is not counted. Several workers
+            # keep it as a tensor.
+            "seconds": float(state["extra_state"]["previous_training_time"]),
             "parameters": count_parameters(state),
         }
     return {"updates": follower.update, "seconds": None, "parameters": None}

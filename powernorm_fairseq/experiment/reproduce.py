@@ -28,7 +28,8 @@ from powernorm_fairseq.processes import (
     own_program,
     stop,
     with_parent,
-)from powernorm_fairseq.report.published import in_words
+)
+from powernorm_fairseq.report.published import in_words
 
 # Adam keeps two numbers beside each parameter, in single precision.
 BYTES_PER_PARAMETER = 12

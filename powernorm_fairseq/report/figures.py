@@ -26,6 +26,8 @@ BACKWARD = {
     "power_v": [("bkw_psi_sq", "PN-V: mean of g x\u0302")],
     "power": [("bkw_psi_sq", "PowerNorm: \u039b"), ("bkw_nu", "PowerNorm: \u039b \u2212 \u0393\u03bd")],
 }
+# Of a norm's two quantities, the one that is drawn hollow.
+SECOND = ("\u03bc", "of g", "\u0393\u03bd")
 PARTS = 5  # of training: the paper's 20, 40, 60, 80 and 100 %
 Series = Dict[str, List[Tuple[int, float]]]
 
@@ -254,12 +256,13 @@ def _draw_layers(canvas: Any, data: Any) -> None:
             at = [place + 0.12 * (shift - (len(series) - 1) / 2) for place, point in enumerate(points) if point]
             kept = [point for point in points if point]
             bars = [[p[1] - p[0] for p in kept], [p[2] - p[1] for p in kept]]
+            hollow = {"markerfacecolor": "none"} if label.endswith(SECOND) else {}
             axes.errorbar(
                 at, [p[1] for p in kept], bars, color=colour, marker=marker, markersize=4, linestyle="none",
-                label=label, alpha=0.5 if label.endswith(("\u03bc", "of g")) else 1.0,
+                label=label, **hollow,
             )  # fmt: skip
         axes.set_yscale("log")
         axes.set_xticks(range(len(data["places"])), data["places"], rotation=30, ha="right")
         axes.set_ylabel(direction)
         axes.grid(axis="y", alpha=0.3)
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, ncols=5, loc="lower right", bbox_to_anchor=(1, 1))

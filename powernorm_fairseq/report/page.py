@@ -82,6 +82,16 @@ def circumstances(table: Table) -> List[str]:
     said.append("Hardware: " + "; ".join(sorted(machines)) + ".")
     versions = {", ".join(f"{name} {value}" for name, value in record["versions"].items()) for record in records}
     said.append("Versions: " + "; ".join(sorted(versions)) + ".")
+    windows = {
+        (score["tokens_per_sample"], score["context_window"])
+        for record in records
+        for score in record["scores"].values()
+        if score.get("tokens_per_sample")
+    }
+    said += [
+        f"Scored in windows of {length} tokens, of which the first {context} are only context for the others."
+        for length, context in sorted(windows)
+    ]
     signatures = {
         score["signature"] for record in records for score in record["scores"].values() if "signature" in score
     }

@@ -134,7 +134,7 @@ def tables_of(records: Sequence[Dict[str, Any]]) -> List[Table]:
     for table in found.values():
         if not table.has_paper:
             table.rows.sort(key=lambda row: known.index(row.name) if row.name in known else len(known))
-    return sorted(found.values(), key=lambda table: not table.has_runs)
+    return sorted(found.values(), key=lambda table: (not table.has_runs, table.task != "mt"))
 
 
 def ours_in_words(row: Row, digits: int = 2) -> str:

@@ -9,11 +9,11 @@ import hashlib
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any, Dict, Tuple
+from typing import Any, Iterator, Tuple
 
 import numpy as np
 
-from powernorm_fairseq.corpora.binarised import CORPUS, token_ids
+from powernorm_fairseq.corpora.binarised import CORPUS
 from powernorm_fairseq.corpora.counts import write_counts
 from powernorm_fairseq.corpora.steps import Preparation, digest_of_files
 from powernorm_fairseq.corpora.translation import SPLITS
@@ -52,14 +52,13 @@ def prepare_enwik8(raw: Path, root: Path) -> Path:
 
         def make_binary(folder: Path) -> None:
             parts = {split: np.fromfile(text / f"{split}.bytes", dtype=np.uint8) for split in SPLITS}
-            frequencies = {split: np.bincount(part, minlength=BYTE_VALUES) for split, part in parts.items()}
+            frequencies = {split: frequencies_of(part) for split, part in parts.items()}
             occurring = np.sum(list(frequencies.values()), axis=0) > 0
             dictionary = write_dictionary(folder / "dict.txt", frequencies["train"], occurring)
             counts = {f"{split} bytes": len(part) for split, part in parts.items()}
             for split, part in parts.items():
                 binarise(folder / split, part, dictionary)
-                if decode(folder, split) != part.tobytes():
-                    raise UserError(f"{folder / split} cannot be decoded to the text; is the disk full?")
+                check_lossless(folder, split, part)
             check_binarised(folder, counts, "bytes")
             counts.update({"bytes": sum(counts.values()), "byte values": int(occurring.sum())})
             write_counts(folder, counts)
@@ -118,16 +117,38 @@ def binarise(prefix: Path, part: "np.ndarray[Any, Any]", dictionary: Any) -> Non
         if symbol.isdigit():
             table[int(symbol)] = index
     table[LINE_FEED] = dictionary.eos()
-    ids = torch.from_numpy(table[part])
     ends = np.flatnonzero(part == LINE_FEED) + 1
     if len(ends) == 0 or ends[-1] < len(part):
         ends = np.append(ends, len(part))
     builder = indexed_dataset.make_builder(f"{prefix}.bin", impl="mmap", vocab_size=len(dictionary))
     start = 0
     for end in ends.tolist():
-        builder.add_item(ids[start:end])
+        builder.add_item(torch.from_numpy(table[part[start:end]]))
         start = end
     builder.finalize(f"{prefix}.idx")
+
+
+def frequencies_of(part: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """How often each byte occurs; in blocks, since numpy counts in copies of eight times the size."""
+    counts = np.zeros(BYTE_VALUES, dtype=np.int64)
+    for start in range(0, len(part), BLOCK):
+        counts += np.bincount(part[start : start + BLOCK], minlength=BYTE_VALUES)
+    return counts
+
+
+def check_lossless(data: Path, split: str, part: "np.ndarray[Any, Any]") -> None:
+    """Compare binarised text with the bytes that it was made of.
+
+    Raises:
+        UserError: they differ.
+    """
+    done = 0
+    for piece in decoded(data, split):
+        if part[done : done + len(piece)].tobytes() != piece:
+            break
+        done += len(piece)
+    if done != len(part):
+        raise UserError(f"{data / split} cannot be decoded to the text from byte {done} on; is the disk full?")
 
 
 def decode(data: Path, split: str) -> bytes:
@@ -136,16 +157,24 @@ def decode(data: Path, split: str) -> bytes:
     Raises:
         UserError: there is no such split, or a token that stands for no byte.
     """
-    from fairseq.data import Dictionary
+    return b"".join(decoded(data, split))
+
+
+def decoded(data: Path, split: str) -> Iterator[bytes]:
+    """The same line by line."""
+    from fairseq.data import Dictionary, data_utils
 
     dictionary = Dictionary.load(str(data / "dict.txt"))
-    table: Dict[int, int] = {dictionary.eos(): LINE_FEED}
+    values = np.full(len(dictionary), -1, dtype=np.int16)
+    values[dictionary.eos()] = LINE_FEED
     for index in range(dictionary.nspecial, len(dictionary)):
         if dictionary[index].isdigit():
-            table[index] = int(dictionary[index])
-    values = np.full(len(dictionary), -1, dtype=np.int16)
-    values[list(table)] = list(table.values())
-    decoded = values[token_ids(data, split)]
-    if (decoded < 0).any():
-        raise UserError(f"{data / split} holds tokens that stand for no byte")
-    return decoded.astype(np.uint8).tobytes()
+            values[index] = int(dictionary[index])
+    lines = data_utils.load_indexed_dataset(str(data / split), None, None)
+    if lines is None:
+        raise UserError(f"no split {split!r} in {data}")
+    for number in range(len(lines)):
+        found = values[lines[number].numpy()]
+        if found.min() < 0:
+            raise UserError(f"{data / split}, line {number + 1}: a token that stands for no byte")
+        yield found.astype(np.uint8).tobytes()

@@ -53,10 +53,7 @@ def _public(layout: Layout) -> Corpus:
 
 
 def _word_level(corpus: WordLevel) -> Corpus:
-    def prepare(raw: Path, root: Path, options: Options) -> Path:
-        return prepare_word_level(corpus, raw, root, options.workers)
-
-    return Corpus(prepare, corpus.data)
+    return Corpus(lambda raw, root, options: prepare_word_level(corpus, raw, root), corpus.data)
 
 
 def _sample_translation(raw: Path, root: Path, options: Options) -> Path:

@@ -3,23 +3,23 @@
 import contextlib
 import hashlib
 import io
+import shutil
 import time
 import zipfile
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Dict, Iterator, Mapping
+from typing import IO, Any, Dict, Iterator, Mapping, Optional
 
 from powernorm_fairseq.corpora.binarised import CORPUS, token_count
 from powernorm_fairseq.corpora.catalogue import CATALOGUE, readable_size
 from powernorm_fairseq.corpora.counts import read_counts, write_counts
 from powernorm_fairseq.corpora.steps import Preparation, digest_of_files
 from powernorm_fairseq.corpora.translation import SPLITS
-from powernorm_fairseq.processes import UserError, fairseq_program, hold, run_to_end
+from powernorm_fairseq.processes import UserError, hold
 
-# Of fairseq-preprocess, each worker: docs/data.md says on what.
-TOKENS_PER_SECOND = 300_000
-PROGRESS_SECONDS = 15.0
+PROGRESS_SECONDS = 10.0
 
 # What fairseq's dictionary holds beside the words: bos, pad, eos, unk. The published counts of words include the latter
 # two, as `<eos>` and `<unk>`.
@@ -45,20 +45,19 @@ PTB = WordLevel("ptb", {split: f"ptb.{split}.txt" for split in SPLITS})
 WIKITEXT_103 = WordLevel("wikitext-103", {split: f"wiki.{split}.tokens" for split in SPLITS}, "wikitext-103-v1.zip")
 
 
-def prepare_word_level(corpus: WordLevel, raw: Path, root: Path, workers: int = 1) -> Path:
+def prepare_word_level(corpus: WordLevel, raw: Path, root: Path) -> Path:
     """Prepare the text in ``raw``.
 
     Nothing is done to the words: every line is a line (blank ones too, which count as their end alone), ``<unk>`` in
     the text is fairseq's own unknown word, and the dictionary is that of the training text, most frequent words first.
-
-    Args:
-        workers: processes of fairseq-preprocess.
+    The files are those of ``fairseq-preprocess --only-source``, bit for bit, made in a small part of its time, line by
+    line.
 
     Returns:
         The folder for ``fairseq-train``, with ``counts.json``. The text stays beside it, in ``text``.
 
     Raises:
-        UserError: a text is missing, damaged, no UTF-8, or another than the catalogue's; or fairseq made another of it.
+        UserError: a text is missing, damaged, no UTF-8, or another than the catalogue's.
     """
     preparation = Preparation(root)
     sources = [raw / corpus.archive] if corpus.archive else [raw / name for name in corpus.names.values()]
@@ -68,29 +67,21 @@ def prepare_word_level(corpus: WordLevel, raw: Path, root: Path, workers: int = 
             counts: Dict[str, int] = {}
             with opened(corpus, raw) as streams:
                 for split, stream in streams.items():
-                    counts.update(copy_text(corpus, split, stream, folder / f"{split}.txt", root.name))
+                    words: Optional[Counter[str]] = Counter() if split == "train" else None
+                    counts.update(copy_text(corpus, split, stream, folder / f"{split}.txt", root.name, words))
+                    if words is not None:
+                        counts["vocabulary"] = write_dictionary(folder / "dict.txt", words)
             write_counts(folder, counts)
 
         text = preparation.step("text", make_text, {"raw": digest_of_files(sources)})
-        counts = read_counts(text)
 
         def make_binary(folder: Path) -> None:
-            total = sum(counts[f"{split} tokens"] for split in SPLITS)
-            # The training text is read twice, the first time for the dictionary.
-            seconds = (total + counts["train tokens"] / 2) / TOKENS_PER_SECOND / workers
-            print(
-                f"{root.name}: binarising {total:,} tokens, about {seconds / 60:.1f} min with --workers {workers};"
-                " what fairseq says is in preprocess.log",
-                flush=True,
-            )
-            prefixes = [part for split in SPLITS for part in (f"--{split}pref", str(text / f"{split}.txt"))]
-            run_to_end(
-                [*fairseq_program("preprocess"), "--only-source", *prefixes, "--destdir", str(folder),
-                 "--workers", str(workers)],
-                root / "preprocess.log",
-            )  # fmt: skip
+            shutil.copyfile(text / "dict.txt", folder / "dict.txt")
+            for split in SPLITS:
+                binarise(text / f"{split}.txt", folder / split, folder / "dict.txt", f"{root.name}: {split}")
+            counts = read_counts(text)
             check_binarised(folder, counts)
-            write_counts(folder, {**counts, "vocabulary": vocabulary(folder)})
+            write_counts(folder, counts)
             (folder / CORPUS).write_text(corpus.data + "\n", encoding="utf-8")
 
         return preparation.step("binarised", make_binary, {"text": text, "corpus": corpus.data})
@@ -125,8 +116,13 @@ def member_of(archive: zipfile.ZipFile, name: str) -> Any:
     raise UserError(f"no {name} in {archive.filename}, which has " + ", ".join(archive.namelist()[:10]))
 
 
-def copy_text(corpus: WordLevel, split: str, stream: "IO[bytes]", path: Path, label: str) -> Dict[str, int]:
+def copy_text(
+    corpus: WordLevel, split: str, stream: "IO[bytes]", path: Path, label: str, words: "Optional[Counter[str]]" = None
+) -> Dict[str, int]:
     """Write the text of a split as it is, verify it, and count ``lines`` and ``tokens`` (one more for each line).
+
+    Args:
+        words: gets the frequencies of the words.
 
     Raises:
         UserError: it is empty, no UTF-8, or not the text whose checksum is known.
@@ -134,29 +130,88 @@ def copy_text(corpus: WordLevel, split: str, stream: "IO[bytes]", path: Path, la
     name = corpus.names[split]
     known = checksums(corpus.data, name)
     digests = {algorithm: hashlib.new(algorithm) for algorithm, _ in known}
-    lines = tokens = done = 0
-    spoke = time.monotonic()
+    lines = tokens = 0
+    progress = Progress(f"{label}: {split} text", 0)
     with open(path, "wb") as output:
         for line in stream:
             for digest in digests.values():
                 digest.update(line)
             output.write(line)
-            lines, done = lines + 1, done + len(line)
+            lines += 1
             try:
-                tokens += len(line.decode("utf-8").split()) + 1
+                found = line.decode("utf-8").split()
             except UnicodeDecodeError as error:
                 raise UserError(f"{name}, line {lines}: not UTF-8 ({error})") from None
-            if lines % 1000 == 0 and time.monotonic() - spoke >= PROGRESS_SECONDS:
-                spoke = time.monotonic()
-                print(f"{label}: {split}, {readable_size(done)}, {tokens:,} tokens so far", flush=True)
+            tokens += len(found) + 1
+            if words is not None:
+                words.update(found)
+            progress.add(len(line))
     for algorithm, digest in known:
-        found = digests[algorithm].hexdigest()
-        if found != digest:
-            raise UserError(f"{name} is another text: its {algorithm} is {found} instead of {digest}")
+        seen = digests[algorithm].hexdigest()
+        if seen != digest:
+            raise UserError(f"{name} is another text: its {algorithm} is {seen} instead of {digest}")
     if not lines:
         raise UserError(f"{name} is empty")
     print(f"{label}: {split} has {lines:,} lines, {tokens:,} tokens", flush=True)
     return {f"{split} lines": lines, f"{split} tokens": tokens}
+
+
+class Progress:
+    """Now and then a line: how much is done, and how long it takes yet where the whole is known."""
+
+    def __init__(self, label: str, whole: int) -> None:
+        self.label, self.whole, self.done, self.calls = label, whole, 0, 0
+        self.began = self.spoke = time.monotonic()
+
+    def add(self, size: int) -> None:
+        """Some more bytes are done."""
+        self.done, self.calls = self.done + size, self.calls + 1
+        if self.calls % 1000:
+            return
+        now = time.monotonic()
+        if now - self.spoke >= PROGRESS_SECONDS:
+            self.spoke = now
+            words = f"{self.label}, {readable_size(self.done)}"
+            if self.whole:
+                left = (self.whole - self.done) * (now - self.began) / self.done
+                words += f" of {readable_size(self.whole)}, {left:.0f} s left"
+            print(words, flush=True)
+
+
+def write_dictionary(path: Path, words: "Counter[str]") -> int:
+    """fairseq's dictionary of words with their frequencies; returns the vocabulary's size as it is published.
+
+    Published sizes include the unknown word, whether or not the text has it, and the end of line, both of which fairseq
+    has on its own; not its other two symbols, nor what fills it up to a multiple of 8.
+    """
+    from fairseq.data import Dictionary
+
+    dictionary = Dictionary()
+    for word, count in sorted(words.items()):
+        dictionary.add_symbol(word, n=count)
+    size = len(dictionary) - dictionary.nspecial + SPECIAL_WORDS
+    dictionary.finalize(padding_factor=8)
+    dictionary.save(str(path))
+    return size
+
+
+def binarise(text: Path, prefix: Path, dictionary: Path, label: str) -> None:
+    """Write a text as fairseq's indexed data ``<prefix>.bin`` and ``.idx``: a line each, with its end."""
+    import numpy as np
+    import torch
+    from fairseq.data import Dictionary, indexed_dataset
+
+    loaded = Dictionary.load(str(dictionary))
+    index, unknown, end = loaded.indices, loaded.unk(), loaded.eos()
+    builder = indexed_dataset.make_builder(f"{prefix}.bin", impl="mmap", vocab_size=len(loaded))
+    progress = Progress(f"{label} binarised", text.stat().st_size)
+    with open(text, "rb") as lines:
+        for line in lines:
+            ids = [index.get(word, unknown) for word in line.decode("utf-8").split()]
+            ids.append(end)
+            builder.add_item(torch.from_numpy(np.array(ids, dtype=np.int32)))
+            progress.add(len(line))
+    builder.finalize(f"{prefix}.idx")
 
 
 def checksums(data: str, name: str) -> Any:
@@ -174,16 +229,4 @@ def check_binarised(folder: Path, counts: Mapping[str, int], unit: str = "tokens
     for split in SPLITS:
         found, wanted = token_count(folder, split), counts[f"{split} {unit}"]
         if found != wanted:
-            raise UserError(
-                f"{folder}: {split} has {found} tokens where the text has {wanted}; does it hold carriage returns,"
-                " which fairseq takes for ends of line?"
-            )
-
-
-def vocabulary(folder: Path) -> int:
-    """Words as published counts have them: those of the dictionary, the unknown word, and the end of line."""
-    from fairseq.data import Dictionary
-
-    dictionary = Dictionary.load(str(folder / "dict.txt"))
-    words = dictionary.symbols[dictionary.nspecial :]
-    return sum(not word.startswith("madeupword") for word in words) + SPECIAL_WORDS
+            raise UserError(f"{folder}: {split} has {found} tokens where the text has {wanted}; is the disk full?")

@@ -72,6 +72,21 @@ def test_the_dictionary_is_by_frequency_in_the_training_text(tmp_path, catalogue
     assert token_ids(folder, "test").tolist() == [2, 2, 2, 7, 4, 2]
 
 
+def test_what_was_binarised_wrongly_is_noticed(raw, tmp_path, monkeypatch):
+    from fairseq.data import indexed_dataset
+
+    add = indexed_dataset.MMapIndexedDatasetBuilder.add_item
+    for wrong, match in (
+        (lambda self, ids: add(self, ids.clamp(max=5)), "cannot be decoded to the text from byte 0 on"),
+        (lambda self, ids: add(self, ids * 0), "a token that stands for no byte"),
+        (lambda self, ids: None if len(self._sizes) > 3 else add(self, ids), "cannot be decoded to the text from byte"),
+    ):
+        monkeypatch.setattr(indexed_dataset.MMapIndexedDatasetBuilder, "add_item", wrong)
+        with pytest.raises(UserError, match=match):
+            prepare_enwik8(raw, tmp_path / "out")
+        assert not (tmp_path / "out" / "binarised").exists()
+
+
 def test_bits_per_character_are_of_bytes(raw, tmp_path):
     folder = prepare_enwik8(raw, tmp_path / "out")
     train, _, test = cut(TEXT)

@@ -13,22 +13,12 @@ from powernorm_fairseq.corpora.binarised import CORPUS, token_ids
 from powernorm_fairseq.corpora.catalogue import CATALOGUE, Count, DataSet, File
 from powernorm_fairseq.corpora.counts import read_counts
 from powernorm_fairseq.corpora.translation import SPLITS
-from powernorm_fairseq.corpora.word_level import PTB, WIKITEXT_103, prepare_word_level
+from powernorm_fairseq.corpora.word_level import PTB, WIKITEXT_103, Progress, prepare_word_level
 from powernorm_fairseq.processes import UserError
 from tests.commands import in_this_process
 from tests.conftest import SAMPLE
 
 ARCHIVE = "wikitext-103-v1.zip"
-
-
-@pytest.fixture(autouse=True)
-def preprocess_here(monkeypatch):
-    """fairseq-preprocess in this process, which saves its start."""
-
-    def here(command, log, **options):
-        in_this_process("fairseq-preprocess", *command[1:])
-
-    monkeypatch.setattr(word_level, "run_to_end", here)
 
 
 @pytest.fixture(autouse=True)
@@ -119,27 +109,30 @@ def test_wikitext_word_by_word(wikitext, tmp_path):
     assert b"<unk>" in TEXTS["train"]
 
 
-def test_more_workers_change_nothing(wikitext, tmp_path):
-    one, two = (prepare_word_level(WIKITEXT_103, wikitext, tmp_path / str(number), number) for number in (1, 2))
+def test_the_files_are_those_of_fairseq_preprocess(wikitext, tmp_path):
+    folder = prepare_word_level(WIKITEXT_103, wikitext, tmp_path / "out")
+    text, other = tmp_path / "out" / "text", tmp_path / "fairseq"
+    prefixes = [part for split in SPLITS for part in (f"--{split}pref", text / f"{split}.txt")]
+    in_this_process("fairseq-preprocess", "--only-source", *prefixes, "--destdir", other, "--workers", 1)
     for name in ("dict.txt", *(f"{split}.{kind}" for split in SPLITS for kind in ("bin", "idx"))):
-        assert (one / name).read_bytes() == (two / name).read_bytes(), name
+        assert (folder / name).read_bytes() == (other / name).read_bytes(), name
 
 
 def test_each_step_is_done_once_and_what_broke_off_again(wikitext, tmp_path, monkeypatch, capsys):
     def killed(*args, **options):
         raise KeyboardInterrupt
 
-    working = word_level.run_to_end
-    monkeypatch.setattr(word_level, "run_to_end", killed)
+    working = word_level.binarise
+    monkeypatch.setattr(word_level, "binarise", killed)
     with pytest.raises(KeyboardInterrupt):
         prepare_word_level(WIKITEXT_103, wikitext, tmp_path / "out")
     assert not (tmp_path / "out" / "binarised").exists()
-    monkeypatch.setattr(word_level, "run_to_end", working)
+    monkeypatch.setattr(word_level, "binarise", working)
     capsys.readouterr()
     folder = prepare_word_level(WIKITEXT_103, wikitext, tmp_path / "out")
     said = capsys.readouterr().out
     assert "out: text is there" in said and "out: binarised made in" in said
-    monkeypatch.setattr(word_level, "run_to_end", killed)
+    monkeypatch.setattr(word_level, "binarise", killed)
     assert prepare_word_level(WIKITEXT_103, wikitext, tmp_path / "out") == folder
     (wikitext / ARCHIVE).write_bytes(zipped({**TEXTS, "test": articles(40, 1)}))
     with pytest.raises(KeyboardInterrupt):
@@ -166,12 +159,20 @@ def test_what_is_not_the_text_is_refused(wikitext, tmp_path, catalogue):
     refused(whole, r"wiki\.test\.tokens is another text: its sha1 is")
 
 
-def test_a_carriage_return_is_noticed(tmp_path):
+def test_only_a_line_feed_ends_a_line(tmp_path):
     for split in SPLITS:
-        (tmp_path / f"ptb.{split}.txt").write_bytes(b" a b\r c \n")
-    with pytest.raises(UserError, match="train has 5 tokens where the text has 4; does it hold carriage returns"):
-        prepare_word_level(PTB, tmp_path, tmp_path / "out")
-    assert not (tmp_path / "out" / "binarised").exists()
+        (tmp_path / f"ptb.{split}.txt").write_bytes(" a b\r c\u2028d\x85 \n e".encode())
+    folder = prepare_word_level(PTB, tmp_path, tmp_path / "out")
+    assert token_ids(folder, "test").tolist() == [4, 5, 6, 7, 2, 8, 2]
+
+
+def test_progress_says_how_long_it_takes_yet(monkeypatch, capsys):
+    clock = iter([0.0, 5.0, 20.0])
+    monkeypatch.setattr(word_level.time, "monotonic", lambda: next(clock))
+    progress = Progress("a", 4_000_000)
+    for _ in range(2000):
+        progress.add(1000)
+    assert capsys.readouterr().out == "a, 2.0 MB of 4.0 MB, 20 s left\n"
 
 
 def test_the_command_fetches_prepares_and_compares(server, tmp_path, catalogue, capsys):

@@ -191,7 +191,8 @@ def scoring_window(config: Config) -> Window:
     length = scoring.tokens_per_sample or config["task"].get("tokens_per_sample")
     if length is None:
         raise UserError("perplexity needs a window: set scoring.tokens_per_sample or task.tokens_per_sample")
-    return window_of(length, scoring.stride, config.get("eval_lm", {}).get("context_window"))
+    # 0 is fairseq's default, which says nothing against a stride.
+    return window_of(length, scoring.stride, config.get("eval_lm", {}).get("context_window") or None)
 
 
 def train_arguments(config: Config) -> List[str]:

@@ -129,7 +129,7 @@ WINDOWS = [
 def test_windows_give_what_a_plain_loop_gives(name, split, length, stride, data, checkpoints):
     tokens = encoded(data, split)
     nats, scored = by_a_plain_loop(checkpoints[name], tokens, length, stride, name == "adaptive")
-    score = evaluate(checkpoints[name], data, split, Window(length, stride), batch_size=8)
+    score = evaluate(checkpoints[name], data, split, Window(length, stride), batch_size=20)
     assert score["tokens"] == scored == len(tokens)
     assert score["nats"] == pytest.approx(nats, rel=1e-5)
     assert score["perplexity"] == pytest.approx(math.exp(nats / scored), rel=1e-4)

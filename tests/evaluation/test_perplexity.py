@@ -8,7 +8,9 @@ import torch
 
 from powernorm_fairseq.evaluation.perplexity import perplexity, score_of, token_ids, unigram
 from powernorm_fairseq.evaluation.units import Text
+from powernorm_fairseq.evaluation.windows import Window
 from powernorm_fairseq.experiment import run
+from powernorm_fairseq.experiment.config import scoring_arguments, scoring_window
 from powernorm_fairseq.experiment.floor import save_untrained
 from powernorm_fairseq.processes import UserError
 
@@ -88,6 +90,30 @@ def test_the_same_as_from_the_models_own_log_probabilities(model, context, langu
     assert score["tokens"] == len(tokens)
     assert score["nats_per_word"] == pytest.approx(nats / len(tokens), abs=2e-6)
     assert (score["tokens_per_sample"], score["context_window"]) == (window, context)
+
+
+def test_a_config_says_the_window_and_the_unit(tmp_path):
+    def config(context=None, **scoring):
+        eval_lm = {} if context is None else {"context_window": context}
+        task = {"_name": "language_modeling", "data": "data", "tokens_per_sample": 64}
+        return {"task": task, "eval_lm": eval_lm, "scoring": {"metric": "perplexity", **scoring}}
+
+    for one, window in (
+        (config(), Window(64, 64)),
+        (config(context=24), Window(64, 40)),
+        (config(stride=40), Window(64, 40)),
+        (config(context=0, stride=1), Window(64, 1)),
+        (config(context=24, stride=8, tokens_per_sample=32), Window(32, 8)),
+    ):
+        assert scoring_window(one) == window
+        arguments = scoring_arguments(one, tmp_path / "c.pt", "test")
+        for flag, value in (("--tokens-per-sample", window.length), ("--context-window", window.context)):
+            assert arguments[arguments.index(flag) + 1] == str(value)
+        assert "--stride" not in arguments and "--unit" not in arguments
+    with pytest.raises(UserError, match="do not make up the window of 64 tokens"):
+        scoring_window(config(context=24, stride=8))
+    with pytest.raises(UserError, match=r"scoring\.unit is 'byte', and must be one of word, token, character"):
+        scoring_window(config(unit="byte"))
 
 
 def test_unigram_is_counting(language_model_data):

@@ -96,7 +96,7 @@ def launch_of(
     host, _, port = address.partition(":")
     if port and not port.isdigit():
         raise UserError(f"--rendezvous {address!r} is not HOST or HOST:PORT")
-    return Launch(local, nodes, node, host, int(port or environment.get("MASTER_PORT", PORT)))
+    return Launch(local, nodes, node, host, int(port or environment.get("MASTER_PORT") or PORT))
 
 
 def _nodes(args: argparse.Namespace, environment: Mapping[str, str]) -> Tuple[int, int, str]:

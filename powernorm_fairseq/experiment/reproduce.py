@@ -224,6 +224,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Reproduce the row, or print how."""
+    results = reproduce(args)
+    if results:
+        print(summary(row_of(args.row, args.configs), results), flush=True)
+    return 0
+
+
+def reproduce(args: argparse.Namespace) -> List[Dict[str, Any]]:
+    """Do what the arguments say; returns the results by seed, none after a dry run or on a node other than the first.
+
+    Raises:
+        UserError: something is missing, or a stage failed.
+    """
     from powernorm_fairseq.report.records import add
 
     row = row_of(args.row, args.configs)
@@ -235,7 +247,8 @@ def main(args: argparse.Namespace) -> int:
     preparing = prepare_command(row, data, args.raw, args.archive, cores()) if needs_preparation else []
     say = running.speaker(row.name)
     if args.dry_run:
-        return dry_run(row, args, seeds, launch, preparing)
+        dry_run(row, args, seeds, launch, preparing)
+        return []
     first, words = settings(row, args.override, seeds[0], launch)
     for sentence in words:
         say(sentence)
@@ -253,12 +266,10 @@ def main(args: argparse.Namespace) -> int:
         if not launch.node:
             add(folder, args.records)
             results.append(result)
-    if results:
-        print(summary(row, results), flush=True)
-    return 0
+    return results
 
 
-def dry_run(row: Row, args: argparse.Namespace, seeds: Sequence[int], launch: Launch, preparing: List[str]) -> int:
+def dry_run(row: Row, args: argparse.Namespace, seeds: Sequence[int], launch: Launch, preparing: List[str]) -> None:
     """Print what would be done."""
     lines = [f"# {row.name}, {launch.described()}; paper: {published(row)}"]
     if preparing:
@@ -271,4 +282,3 @@ def dry_run(row: Row, args: argparse.Namespace, seeds: Sequence[int], launch: La
         lines += map(printed, commands(row, config, folder, launch))
         lines.append(f"# then {folder / 'result.json'} is written and added to {records_of(row, args.records)}")
     sys.stdout.write("\n".join(lines) + "\n")
-    return 0

@@ -70,12 +70,12 @@ def prepare_command(row: Row, data: Path, raw: Optional[Path], archives: Sequenc
 
 
 def prepare(command: Sequence[str], data: Path, launch: Launch, say: Say) -> None:
-    """Prepare the text on the first node; on others wait for it.
+    """Prepare the text on the first node, unless there is nothing to be done (no ``command``); on others wait for it.
 
     Raises:
         UserError: the preparation failed.
     """
-    if is_prepared(data):
+    if not command or is_prepared(data):
         say(f"text prepared before: {data}")
         return
     if launch.node:

@@ -1,6 +1,7 @@
 """A parallel corpus from raw text to what fairseq reads, by the published recipes."""
 
 import contextlib
+import struct
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -141,6 +142,12 @@ def prepare_parallel(
              *prefixes, "--joined-dictionary", "--destdir", str(folder), "--workers", str(workers)],
             root / "preprocess.log",
         )  # fmt: skip
+        for name in [f"{split}.{language}" for split in SPLITS for language in languages]:
+            split, language = name.split(".")
+            index = folder / f"{split}.{recipe.source}-{recipe.target}.{language}.idx"
+            found, expected = binarised_lines(index), count_lines(pieces / name)
+            if found != expected:
+                raise UserError(f"fairseq-preprocess made {found} sentences of the {expected} in {pieces / name}")
         (folder / kind.model).write_bytes((learned / kind.model).read_bytes())
         for split in SPLITS[1:]:
             name = f"{split}.{recipe.target}"
@@ -149,6 +156,21 @@ def prepare_parallel(
         write_counts(folder, {**read_counts(tokenised), **read_counts(raw)})
 
     return preparation.step(kind.binarised, make_binary, {"subwords": pieces})
+
+
+def binarised_lines(index: Path) -> int:
+    """How many sentences binarised text has, by the head of its index (fairseq's ``mmap`` format).
+
+    Raises:
+        UserError: it is no such index.
+    """
+    with open(index, "rb") as file:
+        head = file.read(26)
+    magic = b"MMIDIDX\x00\x00"
+    if len(head) < 26 or not head.startswith(magic):
+        raise UserError(f"{index} is not an index of fairseq-preprocess")
+    _, _, count = struct.unpack("<QBQ", head[len(magic) :])
+    return int(count)
 
 
 def tokenise_split(

@@ -262,6 +262,23 @@ def test_what_is_wrong_with_an_archive_is_said(tmp_path):
     assert not any((root / step).exists() for step in ("text", "tokenised", "binarised"))
 
 
+def test_binarised_text_that_lost_sentences_is_refused(tmp_path, monkeypatch):
+    raw, root, _ = copied(tmp_path)
+
+    def lossy(command, log):
+        in_this_process("fairseq-preprocess", *command[1:])
+        folder = root / "binarised.partial"
+        (folder / "valid.de-en.en.idx").write_bytes((folder / "test.de-en.en.idx").read_bytes())
+
+    monkeypatch.setattr(translation, "run_to_end", lossy)
+    with pytest.raises(UserError, match=r"made 5 sentences of the 7 in .*valid\.en"):
+        prepare_public(small(IWSLT14), raw, root)
+    assert not (root / "binarised").exists()
+    (tmp_path / "a.idx").write_bytes(b"TNTIDX\x00\x00" + bytes(30))
+    with pytest.raises(UserError, match="not an index"):
+        translation.binarised_lines(tmp_path / "a.idx")
+
+
 def test_a_last_line_without_an_end_does_not_join_the_next_text(tmp_path):
     train = {"europarl-v7": pairs(0, 2), "commoncrawl": pairs(2, 1), "news-commentary-v12": pairs(3, 1)}
     archives.wmt14(tmp_path, train, pairs(4, 1), pairs(5, 1))

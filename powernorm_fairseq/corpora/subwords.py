@@ -15,6 +15,9 @@ from powernorm_fairseq.processes import UserError
 # Sentences at most that a sentencepiece model is learned from, drawn evenly: its memory grows with their number.
 SAMPLED_SENTENCES = 2_000_000
 
+# Its result depends on the number of threads, and must not depend on the machine.
+SENTENCEPIECE_THREADS = 16
+
 
 @dataclass(frozen=True)
 class Subwords:
@@ -41,12 +44,12 @@ KINDS = {
 }
 
 
-def learn(kind: str, texts: Sequence[Path], model: Path, size: int, workers: int = 1) -> None:
+def learn(kind: str, texts: Sequence[Path], model: Path, size: int) -> None:
     """Learn ``size`` merges, or a vocabulary of that size, from the training text of both languages."""
     if kind == "bpe":
         learn_joint_bpe(texts, model, size)
     else:
-        learn_sentencepiece(texts, model, size, workers)
+        learn_sentencepiece(texts, model, size)
 
 
 def splitter(kind: str, model: Path) -> Callable[[List[str]], List[str]]:
@@ -103,7 +106,7 @@ class _Counted:
         return self.file.write(text)
 
 
-def learn_sentencepiece(texts: Sequence[Path], model: Path, size: int, workers: int) -> None:
+def learn_sentencepiece(texts: Sequence[Path], model: Path, size: int) -> None:
     """Learn a unigram sentencepiece model, and leave it as ``model``.
 
     The text is taken as it is (no normalisation), so that joining the pieces gives back the very tokens. A text that
@@ -120,7 +123,7 @@ def learn_sentencepiece(texts: Sequence[Path], model: Path, size: int, workers: 
         "input_sentence_size": SAMPLED_SENTENCES,
         "shuffle_input_sentence": True,
         "max_sentence_length": 16384,
-        "num_threads": workers,
+        "num_threads": SENTENCEPIECE_THREADS,
         "minloglevel": 2,
     }
     sentences = (line for text in texts for line in lines_of(text) if line)

@@ -118,7 +118,7 @@ def prepare_parallel(
 
     def make_model(folder: Path) -> None:
         print(f"{root.name}: learning {merges} {'byte-pair merges' if subwords == 'bpe' else 'pieces'}", flush=True)
-        learn(subwords, [tokenised / f"train.{one}" for one in languages], folder / kind.model, merges, workers)
+        learn(subwords, [tokenised / f"train.{one}" for one in languages], folder / kind.model, merges)
 
     learned = preparation.step(kind.learned, make_model, {"tokenised": tokenised, "merges": merges})
 

@@ -186,19 +186,19 @@ def summary(row: Row, results: Sequence[Dict[str, Any]]) -> str:
         score = result["scores"].get(result["reported"], {})
         label = f" ({score['label']})" if "label" in score else ""
         lines.append(f"    seed {result['seed']}: {running.in_words(result)}{label}")
-        if result["kind"] in score:
-            values.append(score[result["kind"]])
+        if score:
+            values.append(running.headline(result["kind"], score))
     if len(values) > 1:
         mean = sum(values) / len(values)
         deviation = (sum((value - mean) ** 2 for value in values) / (len(values) - 1)) ** 0.5
-        lines.append(f"    mean of {len(values)} seeds: {mean:.2f}, standard deviation {deviation:.2f}")
+        lines.append(f"    mean of {len(values)} seeds: {mean:.4g}, standard deviation {deviation:.2g}")
     lines.append(f"    paper: {published(row)}")
     return "\n".join(lines)
 
 
 def published(row: Row) -> str:
-    """The paper's number, with what is known of its source."""
-    return in_words(row.group, row.norm) or row.paper() or "no such row"
+    """The paper's number, with what is known of its source; the sample is in no paper."""
+    return in_words(row.group, row.norm) or row.paper() or "none"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

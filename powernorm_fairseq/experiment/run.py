@@ -226,8 +226,18 @@ def in_words(result: Dict[str, Any]) -> str:
     """The scores of a result in a few words, or that there are none."""
     if result.get("outcome") == "diverged":
         return f"diverged after {result['training']['updates']} updates"
-    unit = {"bleu": "BLEU {:.2f}", "perplexity": "perplexity {:.2f}"}[result["kind"]]
-    return ", ".join(f"{subset} {unit.format(score[result['kind']])}" for subset, score in result["scores"].items())
+    said = []
+    for subset, score in result["scores"].items():
+        unit, digits = {"bleu": ("BLEU", 2), "perplexity": ("perplexity", 2)}[result["kind"]]
+        if "bits_per_character" in score:
+            unit, digits = "bits per character", 3
+        said.append(f"{subset} {unit} {headline(result['kind'], score):.{digits}f}")
+    return ", ".join(said)
+
+
+def headline(kind: str, score: Dict[str, Any]) -> float:
+    """The number of a score that stands beside published ones: of characters their bits, else what ``kind`` says."""
+    return score["bits_per_character"] if "bits_per_character" in score else score[kind]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

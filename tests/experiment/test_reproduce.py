@@ -129,10 +129,38 @@ def test_the_number_stands_beside_the_papers():
     row = row_of("iwslt14_de_en/power", CONFIGS)
     said = reproduce.summary(row, [result(1, 35.0), result(2, 36.0)]).splitlines()
     assert said[1] == "    seed 1: test BLEU 35.00 (tokenised BLEU)"
-    assert said[3] == "    mean of 2 seeds: 35.50, standard deviation 0.71"
+    assert said[3] == "    mean of 2 seeds: 35.5, standard deviation 0.71"
     assert said[4].startswith("    paper: 35.9 ")
+    bits = {"perplexity": 2.1, "bits_per_character": 1.07}
+    characters = {**result(1, 0), "kind": "perplexity", "scores": {"test": bits}}
+    said = reproduce.summary(row_of("enwik8/ada", CONFIGS), [characters]).splitlines()
+    assert said[1] == "    seed 1: test bits per character 1.070" and "1.07 bits per character" in said[2]
     gone = {**result(1, 0), "scores": {}, "outcome": "diverged", "training": {"updates": 7}}
     assert "seed 1: diverged after 7 updates" in reproduce.summary(row, [gone])
+
+
+def test_the_batch_script_starts_one_task_on_each_node(tmp_path):
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$MASTER_PORT" "$@"\n')
+    srun.chmod(0o755)
+    script = ROOT / "scripts" / "slurm" / "reproduce.sbatch"
+    surroundings = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "41234", "SLURM_GPUS_ON_NODE": "4"}
+    for extra, seeds in (({}, []), ({"SLURM_ARRAY_TASK_ID": "7"}, ["--seeds", "7"])):
+        done = subprocess.run(
+            ["bash", str(script), "ptb/power", "--set", "common.fp16=true"],
+            env={**surroundings, **extra}, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True,
+        )  # fmt: skip
+        port, *words = done.stdout.splitlines()
+        assert port == "21234" and words[:2] == ["--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+        command = ["-m", "powernorm_fairseq", "reproduce", "ptb/power", "--set", "common.fp16=true"]
+        assert words[3:] == [*command, *seeds, "--gpus", "4"]
+
+
+def test_make_starts_the_script():
+    words = ["make", "-n", "reproduce", "ROW=ptb/power", "GPUS=2", "SEEDS=1 2", "ARGS=--dry-run"]
+    done = subprocess.run(words, cwd=str(ROOT), stdout=subprocess.PIPE, text=True, check=True)
+    said = 'GPUS="2" SEEDS="1 2" PYTHON=".venv/bin/python" scripts/reproduce.sh ptb/power --dry-run'
+    assert said in done.stdout
 
 
 def processes_with(text):

@@ -289,10 +289,10 @@ def speaker(label: Optional[str]) -> Say:
 
 def main(args: argparse.Namespace) -> int:
     """Run what the arguments describe."""
-    say, config = speaker(args.label), config_of(args)
-    launch = launching.launch_of(args, config)
-    config, words = launching.adapted(config, launch)
-    for sentence in words if launch.workers > 1 else []:
+    say, planned = speaker(args.label), config_of(args)
+    launch = launching.launch_of(args, planned)
+    config, words = launching.adapted(planned, launch)
+    for sentence in words if launch.workers > 1 or config != planned else []:
         say(sentence)
     norm = args.norm or (args.config.stem if is_row(args.config) else "")
     run(config, args.dir, norm=norm, path=args.config, threads=args.threads, launch=launch, say=say)

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import subprocess
 import sys
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from powernorm_fairseq.experiment import launch, training, worker
 from powernorm_fairseq.experiment.config import load_config, override
 from powernorm_fairseq.experiment.launch import Launch, adapted, command, launch_of
-from powernorm_fairseq.processes import PACKAGE, UserError, environment
+from powernorm_fairseq.processes import PACKAGE, UserError
 from tests.commands import ROOT
 
 SAMPLE = ROOT / "configs" / "mt" / "sample.yaml"
@@ -148,15 +147,14 @@ def test_a_worker_in_a_group_of_another_size_trains_nothing(monkeypatch):
     assert trained == [("cfg",)]
 
 
-@pytest.mark.slow
-def test_a_worker_that_is_alone_ends_with_an_error(tmp_path):
-    """As it would be started if torchrun had lost one of two."""
-    surroundings = {**environment(1), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "powernorm_fairseq.experiment.worker", "2", "data", "--cpu"],
-        env=surroundings, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 1 and "nothing is trained" in done.stdout
+def test_a_worker_that_is_alone_ends_with_an_error(monkeypatch):
+    """As it would be started if torchrun had lost one of two: nothing of fairseq is begun."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(worker, "end_with_parent", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["worker", "2", "data", "--cpu"])
+    with pytest.raises(SystemExit, match="nothing is trained"):
+        worker.main()
 
 
 def test_what_a_job_left_in_the_environment_is_not_passed_on(tmp_path, monkeypatch):

@@ -42,7 +42,7 @@ setup(
         "sacremoses>=0.1",
         "sentencepiece>=0.1.97",
         "subword-nmt>=0.3.8",
-        "matplotlib>=3.5",
+        "matplotlib>=3.6",
         "PyYAML>=5.4",
     ],
     extras_require={

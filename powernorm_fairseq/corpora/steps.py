@@ -78,6 +78,8 @@ class Preparation:
             encoding="utf-8",
         )
         if target.exists():
+            # First, or what is left after a kill in between would pass for whole once the settings are the old ones.
+            (target / STAMP).unlink(missing_ok=True)
             shutil.rmtree(target)
         os.replace(partial, target)
         self.say(f"{self.root.name}: {name} made in {time.monotonic() - began:.1f} s")

@@ -1,5 +1,6 @@
 """How the scores of two finished runs differ, and whether that could be chance, from what the runs have left."""
 
+import math
 from pathlib import Path
 from typing import Any, Dict, Optional
 
@@ -62,6 +63,8 @@ def _language_models(baseline: Path, folder: Path, result: Dict[str, Any]) -> Op
     if set(ours) != set(theirs) or any(ours[sample][1] != theirs[sample][1] for sample in ours):
         return None  # cut in another way, so that samples are no pairs
     differences = [ours[sample][0] - theirs[sample][0] for sample in sorted(ours)]
+    if not all(map(math.isfinite, differences)):  # a model that gives no probabilities any more
+        return {"difference": None, "p_randomisation": None, "metric": "nats per token"}
     tokens = sum(count for _, count in ours.values())
     return {
         "metric": "nats per token",

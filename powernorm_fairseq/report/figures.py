@@ -82,7 +82,7 @@ def figures_of(tables: Sequence[Table]) -> List[Figure]:
         curves = _curves(table.records)
         if curves:
             found.append(_curve_figure(table, curves))
-        watched = {row: series for row, series in _statistics(table.records).items() if series}
+        watched = {row: series for row, series in _statistics(table.records).items() if series and row in FORWARD}
         if watched:
             found += [_box_figure(table, watched), _layer_figure(table, watched)]
     return found
@@ -137,8 +137,12 @@ def _statistics(records: Iterable[Dict[str, Any]]) -> Dict[str, Series]:
     """Row -> ``WHAT/PLACE`` -> (share of training, value) of all seeds together."""
     found: Dict[str, Series] = {}
     for record in records:
-        updates = record["training"]["updates"]
-        for name, values in record.get("statistics", {}).items():
+        logged = record.get("statistics", {})
+        # A training that was interrupted and then diverged may not know of all of its updates.
+        updates = max(
+            record["training"].get("updates") or 1, *(update for values in logged.values() for update, _ in values), 1
+        )
+        for name, values in logged.items():
             series = found.setdefault(record["row"], {}).setdefault(name, [])
             series += [(min(PARTS - 1, (update - 1) * PARTS // updates), value) for update, value in values]
     return found

@@ -151,8 +151,8 @@ def page(tables: Sequence[Table], figures: Sequence[Figure], drawings: Mapping[s
     body = [f"<h1>{TITLE}</h1>"]
     body += [f'<p class="note">{_text(sentence)}</p>' for sentence in HOW_TO_READ]
     for table in tables:
-        body.append(f'<h2 id="{table.task}-{table.group}">{_text(table.title)}</h2>')
-        body.append(f"<p><code>{table.task}/{table.group}</code>, {_text(table.unit)}</p>")
+        body.append(f'<h2 id="{html.escape(f"{table.task}-{table.group}")}">{_text(table.title)}</h2>')
+        body.append(f"<p><code>{_text(f'{table.task}/{table.group}')}</code>, {_text(table.unit)}</p>")
         body.append(_html_table(*cells_of(table)))
         body += [
             f'<p class="note">{_text(sentence)}</p>' for sentence in [table.note, *circumstances(table)] if sentence

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Optional, Tuple
 
+from powernorm_fairseq.corpora.translation import read_lines
 from powernorm_fairseq.experiment import record as results
 from powernorm_fairseq.experiment.log import statistics, validations
 from powernorm_fairseq.processes import UserError, hold, write_atomically
@@ -99,7 +100,7 @@ def load(records: Path) -> List[Dict[str, Any]]:
 
 def _read(path: Path) -> List[Dict[str, Any]]:
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         try:
             found.append(json.loads(line))
         except ValueError as error:

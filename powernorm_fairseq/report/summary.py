@@ -1,5 +1,6 @@
 """What records say of each row: mean and deviation over seeds, the paper's number, significance."""
 
+import math
 import statistics
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -44,8 +45,9 @@ class Row:
 
     @property
     def deviation(self) -> Optional[float]:
-        """Standard deviation over seeds, with n - 1; None for fewer than two."""
-        return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
+        """Standard deviation over seeds, with n - 1; None for fewer than two, or where a score is not finite."""
+        finite = all(map(math.isfinite, self.values.values()))
+        return statistics.stdev(self.values.values()) if finite and len(self.values) > 1 else None
 
     @property
     def p_values(self) -> List[Tuple[int, float]]:
@@ -103,6 +105,15 @@ def value_of(record: Dict[str, Any]) -> Optional[float]:
     return scores.get("bits_per_character", scores.get(record["kind"]))
 
 
+def unit_of(record: Dict[str, Any]) -> str:
+    """What ``value_of`` gives, for a data set that no paper has."""
+    scores = record["scores"].get(record["reported"]) or {}
+    if "bits_per_character" in scores:
+        return "bits per character"
+    unit = scores.get("label") or scores.get("unit")
+    return record["kind"] if unit is None else unit if record["kind"] == "bleu" else f"perplexity per {unit}"
+
+
 def tables_of(records: Sequence[Dict[str, Any]]) -> List[Table]:
     """A table for each group: those that were run first, then the published ones that were not."""
     found: Dict[Tuple[str, str], Table] = {}
@@ -114,7 +125,7 @@ def tables_of(records: Sequence[Dict[str, Any]]) -> List[Table]:
     for record in records:
         key = record["task_kind"], record["group"]
         if key not in found:
-            default = (record["group"], record["kind"], record["kind"] == "bleu")
+            default = (record["group"], unit_of(record), record["kind"] == "bleu")
             title, unit, higher = SAMPLE[key[0]] if key[1] == "sample" else default
             found[key] = Table(*key, title, unit, higher, [])
         table = found[key]
@@ -165,6 +176,8 @@ def significance_in_words(row: Row, table: Table) -> str:
     if not row.baseline or not row.p_values:
         return "\u2013"
     better = row.verdict if table.higher else -row.verdict
+    if row.diverged:
+        better = min(better, 0)  # a norm with which training diverged is not better with every seed
     word = {1: "better", -1: "worse", 0: "no clear difference"}[better]
     return f"{word}; p = " + ", ".join(_p(p) for _, p in row.p_values)
 

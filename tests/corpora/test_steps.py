@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from powernorm_fairseq.corpora import steps
 from powernorm_fairseq.corpora.steps import STAMP, Preparation, digest_of_files, stamp_of
 from powernorm_fairseq.processes import PACKAGE, UserError, hold
 
@@ -45,6 +46,24 @@ def test_other_settings_make_it_again_and_what_follows_too(preparation):
     preparation.step("pieces", writer("d", calls), {"words": words})
     assert calls == ["a", "b", "c", "d"]
     assert (words / "text").read_text() == "c"
+
+
+def test_killed_while_the_old_folder_goes_the_rest_is_not_taken_for_whole(preparation, monkeypatch):
+    preparation.step("words", writer("old", []), {"size": 3})
+    remove = steps.shutil.rmtree
+
+    def killed(folder, **options):
+        if folder.name == "words":
+            (folder / "text").unlink()
+            raise KeyboardInterrupt
+        remove(folder, **options)
+
+    monkeypatch.setattr(steps.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        preparation.step("words", writer("new", []), {"size": 4})
+    monkeypatch.setattr(steps.shutil, "rmtree", remove)
+    made = preparation.step("words", writer("old", []), {"size": 3})
+    assert (made / "text").read_text() == "old"
 
 
 def test_a_failed_step_leaves_no_folder_and_is_tried_again(preparation):

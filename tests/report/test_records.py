@@ -83,6 +83,22 @@ def test_another_way_to_cut_the_text_is_not_compared(tmp_path):
     assert add(folder, tmp_path / "records")["against"] is None
 
 
+def test_a_model_without_probabilities_stops_nothing(tmp_path):
+    folder = finished_run(tmp_path, "none", 1, task="lm")
+    finished_run(tmp_path, "layer", 1, task="lm")
+    scores = folder / "hypotheses" / "test.eval-lm.txt"
+    for wrong in ("[nan]", "[-inf]"):
+        scores.write_text(scores.read_text().replace("[-1.000000]", wrong, 1))
+        against = add(folder, tmp_path / "records")["against"]
+        assert against["difference"] is None and against["p_randomisation"] is None
+
+
+def test_whatever_characters_a_record_holds_it_is_one_line(tmp_path):
+    folder = finished_run(tmp_path, "power", model="a\u2028b\x85c\x0cd\r")
+    add(folder, tmp_path / "records")
+    assert [one["model"] for one in load(tmp_path / "records")] == ["a\u2028b\x85c\x0cd\r"]
+
+
 def test_the_command_records_all_runs_below_a_folder(tmp_path, capsys):
     finished_run(tmp_path, "layer")
     finished_run(tmp_path, "power", scores={}, outcome="diverged")

@@ -79,6 +79,20 @@ def test_the_page_is_whole_and_loads_nothing(root):
     assert "not run here" in text and "21.50 \u00b1 0.71 (2)" in text
 
 
+def test_names_are_no_markup(tmp_path):
+    add(finished_run(tmp_path, 'a<b>"&', group="own<i>&"), tmp_path / "records")
+    report(tmp_path / "records", tmp_path / "out")
+    text = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "<b>" not in text and "<i>" not in text and 'id="mt-own&lt;i&gt;&amp;"' in text
+
+
+def test_statistics_of_a_training_that_does_not_know_its_updates():
+    record = {"row": "power", "statistics": {"fwd_psi_sq/x": [[50, 1.0], [100, 2.0]]}}
+    for updates in (0, None, 100):
+        [series] = figures._statistics([{**record, "training": {"updates": updates}}]).values()
+        assert series == {"fwd_psi_sq/x": [(2, 1.0), (4, 2.0)]}
+
+
 def test_figures_show_the_data(root):
     by_name = {figure.name: figure for figure in figures.figures_of(tables_of(load(root / "records")))}
     curves = by_name["curves-mt-sample"].data["curves"]

@@ -31,6 +31,12 @@ def test_mean_and_deviation_over_seeds():
     assert ours_in_words(found["power"]) == "13.00 \u00b1 3.61 (3)"
 
 
+def test_a_score_that_is_not_finite_has_no_deviation():
+    for score in (float("inf"), float("nan")):
+        found, _ = rows([record("none", 1, score, task="lm"), record("none", 2, 9.0, task="lm")], task="lm")
+        assert ours_in_words(found["none"]) == f"{score} (2)"
+
+
 def test_one_seed_has_no_deviation_and_no_run_no_number():
     found, _ = rows([record("power", group="iwslt14_de_en")], "iwslt14_de_en")
     assert ours_in_words(found["power"]) == "20.00 (1)"
@@ -82,6 +88,13 @@ def test_significance_needs_every_seed(task, found, said):
     assert significance_in_words(by_name["power"], table) == said
 
 
+def test_a_norm_with_which_a_seed_diverged_is_not_better():
+    gone = record("power", 2, outcome="diverged", scores={})
+    for difference, said in ((2, "no clear difference; p = 0.001"), (-2, "worse; p = 0.001")):
+        by_name, table = rows([record("power", 1, p=0.001, difference=difference), gone])
+        assert significance_in_words(by_name["power"], table) == said
+
+
 def test_a_seed_that_was_not_compared_leaves_no_verdict():
     by_name, table = rows([record("power", 1, p=0.001, difference=2), record("power", 2)])
     assert significance_in_words(by_name["power"], table).startswith("no clear difference")
@@ -93,6 +106,21 @@ def test_bits_per_character_where_there_are_some():
     scores = {"test": {"perplexity": 2.1, "bits_per_character": 1.0704}}
     found, _ = rows([record("ada", task="lm", group="enwik8", scores=scores)], "enwik8", "lm")
     assert found["ada"].values == {1: 1.0704}
+
+
+def test_the_unit_of_a_data_set_that_no_paper_has():
+    scores = {
+        "bits per character": {"perplexity": 2.1, "bits_per_character": 1.0704, "unit": "character"},
+        "perplexity per token": {"perplexity": 2.1, "unit": "token"},
+        "perplexity": {"perplexity": 2.1},
+    }
+    for unit, score in scores.items():
+        _, table = rows([record("ada", task="lm", group="own", scores={"test": score})], "own", "lm")
+        assert (table.unit, table.higher) == (unit, False)
+    for score, unit in (({"bleu": 1.0, "label": "tokenised BLEU, no smoothing"}, "tokenised BLEU, no smoothing"),
+                        ({"bleu": 1.0}, "bleu")):  # fmt: skip
+        _, table = rows([record("ada", group="own", scores={"test": score})], "own")
+        assert (table.unit, table.higher) == (unit, True)
 
 
 def test_what_was_run_comes_first():

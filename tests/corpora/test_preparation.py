@@ -57,6 +57,15 @@ def test_parallel_text_stays_parallel_and_whole(parallel, raw):
         assert read_lines(parallel / f"tokenised.{split}.en") == read_lines(tokenised / f"{split}.en")
 
 
+def test_merges_are_learned_from_the_training_text_of_both_languages_alone(parallel, tmp_path):
+    from subword_nmt.learn_bpe import learn_bpe
+
+    lines = [line for one in ("de", "en") for line in read_lines(parallel.parent / "tokenised" / f"train.{one}")]
+    with open(tmp_path / "codes", "w", encoding="utf-8") as file:
+        learn_bpe(lines, file, 300)
+    assert (parallel / "codes").read_bytes() == (tmp_path / "codes").read_bytes()
+
+
 def test_binarised_text_is_the_text_with_one_dictionary_for_both_sides(parallel):
     from fairseq.data import Dictionary, data_utils
 

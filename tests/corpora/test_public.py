@@ -75,6 +75,15 @@ GOLDEN = [
 ]  # fmt: skip
 
 
+def test_the_numbers_of_the_recipes():
+    numbers = {
+        layout.data: (layout.recipe.merges, layout.recipe.ratio, layout.recipe.longest, layout.recipe.every)
+        for layout in (IWSLT14, WMT14)
+    }
+    assert numbers == {"iwslt14-de-en": (10_000, 1.5, 175, 23), "wmt14-en-de": (32_764, 1.5, 80, 0)}
+    assert (IWSLT15.recipe.merges, IWSLT15.recipe.every) == (10_000, 0)
+
+
 @pytest.mark.parametrize("layout, split, source, source_tokens, target, target_tokens", GOLDEN)
 def test_tokens(layout, split, source, source_tokens, target, target_tokens):
     uneven = dataclasses.replace(layout.recipe, ratio=9.0)

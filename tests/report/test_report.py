@@ -87,10 +87,10 @@ def test_names_are_no_markup(tmp_path):
 
 
 def test_statistics_of_a_training_that_does_not_know_its_updates():
-    record = {"row": "power", "statistics": {"fwd_psi_sq/x": [[50, 1.0], [100, 2.0]]}}
+    record = {"row": "power", "statistics": {"fwd_psi_sq/x": [[20, 0.5], [41, 1.0], [100, 2.0]]}}
     for updates in (0, None, 100):
         [series] = figures._statistics([{**record, "training": {"updates": updates}}]).values()
-        assert series == {"fwd_psi_sq/x": [(2, 1.0), (4, 2.0)]}
+        assert series == {"fwd_psi_sq/x": [(0, 0.5), (2, 1.0), (4, 2.0)]}
 
 
 def test_figures_show_the_data(root):

@@ -77,6 +77,8 @@ def test_the_papers_numbers():
         ("mt", [(0.01, 1.5), (0.02, 0.5)], "better; p = 0.010, 0.020"),
         ("mt", [(0.01, -1.5), (0.0001, -2)], "worse; p = 0.010, < 0.001"),
         ("mt", [(0.01, -1.5), (0.02, 0.5)], "no clear difference; p = 0.010, 0.020"),
+        ("mt", [(0.049, 1.5)], "better; p = 0.049"),
+        ("mt", [(0.05, 1.5)], "no clear difference; p = 0.050"),
         ("mt", [(0.01, 1.5), (0.2, 0.5)], "no clear difference; p = 0.010, 0.200"),
         ("lm", [(0.01, 0.1), (0.02, 0.2)], "worse; p = 0.010, 0.020"),
         ("lm", [(0.01, -0.1), (0.02, -0.2)], "better; p = 0.010, 0.020"),
@@ -121,6 +123,13 @@ def test_the_unit_of_a_data_set_that_no_paper_has():
                         ({"bleu": 1.0}, "bleu")):  # fmt: skip
         _, table = rows([record("ada", group="own", scores={"test": score})], "own")
         assert (table.unit, table.higher) == (unit, True)
+
+
+def test_more_is_better_in_translation_and_worse_in_language_models():
+    assert {table.group: table.higher for table in tables_of([])} == {
+        "iwslt14_de_en": True, "wmt14_en_de": True, "iwslt15_en_vi": True,
+        "ptb": False, "wikitext103": False, "enwik8": False,
+    }  # fmt: skip
 
 
 def test_what_was_run_comes_first():

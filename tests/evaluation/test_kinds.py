@@ -32,6 +32,11 @@ def test_all_kinds_are_kept_and_labelled_and_the_first_is_the_headline():
 def test_tokenised_references_are_needed():
     with pytest.raises(UserError, match="tokenised BLEU needs tokenised references"):
         scores_by_kind(ALL, TOKENS, TEXT, None, REFERENCE_TEXT)
+    with pytest.raises(UserError, match="compound BLEU needs tokenised references"):
+        scores_by_kind(["compound"], TOKENS, TEXT, None, REFERENCE_TEXT)
+    for kind in ("tokenised", "compound"):  # and nothing else
+        alone, beside = (scores_by_kind([kind], TOKENS, text, REFERENCE_TOKENS, text) for text in (TEXT, ["x", "y"]))
+        assert alone == beside
     assert scores_by_kind(["sacrebleu", "chrf"], TOKENS, TEXT, None, REFERENCE_TEXT)["bleu"] > 0
 
 

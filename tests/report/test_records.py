@@ -83,6 +83,12 @@ def test_another_way_to_cut_the_text_is_not_compared(tmp_path):
     assert add(folder, tmp_path / "records")["against"] is None
 
 
+def test_another_seed_in_a_folder_of_that_name_is_not_compared(tmp_path):
+    layer = finished_run(tmp_path, "layer", 1) / "result.json"
+    layer.write_text(json.dumps({**json.loads(layer.read_text()), "seed": 2}))
+    assert add(finished_run(tmp_path, "power", 1), tmp_path / "records")["against"] is None
+
+
 def test_a_model_without_probabilities_stops_nothing(tmp_path):
     folder = finished_run(tmp_path, "none", 1, task="lm")
     finished_run(tmp_path, "layer", 1, task="lm")

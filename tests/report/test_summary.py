@@ -5,6 +5,7 @@ import statistics
 import pytest
 
 from powernorm_fairseq.report import published
+from powernorm_fairseq.report.page import cells_of
 from powernorm_fairseq.report.summary import ours_in_words, paper_in_words, significance_in_words, tables_of
 
 NONE = "\u2013"
@@ -106,8 +107,9 @@ def test_a_seed_that_was_not_compared_leaves_no_verdict():
 
 def test_bits_per_character_where_there_are_some():
     scores = {"test": {"perplexity": 2.1, "bits_per_character": 1.0704}}
-    found, _ = rows([record("ada", task="lm", group="enwik8", scores=scores)], "enwik8", "lm")
+    found, table = rows([record("ada", task="lm", group="enwik8", scores=scores)], "enwik8", "lm")
     assert found["ada"].values == {1: 1.0704}
+    assert cells_of(table)[1][3][:3] == ["AdaNorm", "1.070 (1)", "1.07"]
 
 
 def test_the_unit_of_a_data_set_that_no_paper_has():

@@ -24,8 +24,8 @@ HOW_TO_READ = [
     "Paper: the published number, which this project did not measure; * marks one that could not be checked against "
     "its source.",
     "Against LayerNorm: paired approximate randomisation (10,000 trials) between the runs with the same seed, over the "
-    "sentences of the test text (by sacreBLEU of detokenised text, whatever BLEU the table has), or over the samples of "
-    "it for language models. Better or worse is said where "
+    "sentences of the test text (by sacreBLEU of detokenised text, whatever BLEU the table has), or over the samples "
+    "of it for language models. Better or worse is said where "
     f"p < {SIGNIFICANT} with every seed, without correction for the number of norms. It says how a difference compares "
     "with the choice of test sentences; seeds vary too.",
 ]

@@ -83,6 +83,13 @@ def circumstances(table: Table) -> List[str]:
     said.append("Hardware: " + "; ".join(sorted(machines)) + ".")
     versions = {", ".join(f"{name} {value}" for name, value in record["versions"].items()) for record in records}
     said.append("Versions: " + "; ".join(sorted(versions)) + ".")
+    kinds = {
+        score.get("kind", "sacrebleu") if record["kind"] == "bleu" else score.get("unit", "word")
+        for record in records
+        for score in record["scores"].values()
+    }
+    if len(kinds) > 1:
+        said.append(f"Scores of different kinds stand here ({', '.join(sorted(kinds))}) and do not compare.")
     windows = {
         (score["tokens_per_sample"], score["context_window"])
         for record in records

@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 from powernorm_fairseq.report import published
-from powernorm_fairseq.report.page import cells_of
+from powernorm_fairseq.report.page import cells_of, circumstances
 from powernorm_fairseq.report.summary import ours_in_words, paper_in_words, significance_in_words, tables_of
 
 NONE = "\u2013"
@@ -132,6 +132,14 @@ def test_more_is_better_in_translation_and_worse_in_language_models():
         "iwslt14_de_en": True, "wmt14_en_de": True, "iwslt15_en_vi": True,
         "ptb": False, "wikitext103": False, "enwik8": False,
     }  # fmt: skip
+
+
+def test_scores_of_different_kinds_are_told():
+    circumstance = {"versions": {}, "hardware": {"processor": "P", "cores": 1, "threads": 1}, "git_commit": None}
+    for kinds, told in ((("tokenised", "sacrebleu"), True), (("sacrebleu", "sacrebleu"), False)):
+        scores = [{"test": {"bleu": 1.0, "kind": kind}} for kind in kinds]
+        _, table = rows([record("ada", seed, scores=one, **circumstance) for seed, one in enumerate(scores)])
+        assert any("do not compare" in sentence for sentence in circumstances(table)) == told
 
 
 def test_what_was_run_comes_first():

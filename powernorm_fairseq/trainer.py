@@ -10,7 +10,7 @@ import logging
 import os
 from typing import Any, Callable, List, Optional
 
-from powernorm_fairseq.checkpoints import last, loading
+from powernorm_fairseq.checkpoints import last, loading, patience
 from powernorm_fairseq.compat import wrap
 from powernorm_fairseq.norms import RunningNorm, gradient_scale
 from powernorm_fairseq.norms.sharing import SharedStatistics
@@ -42,6 +42,8 @@ def apply() -> None:
     wrap(FairseqOptimizer, "all_reduce_grads", all_reduce_grads)
     wrap(checkpoint_utils, "save_checkpoint", save_checkpoint)
     wrap(checkpoint_utils, "load_checkpoint", last.around_load_checkpoint)
+    wrap(Trainer, "save_checkpoint", patience.around_save)
+    wrap(checkpoint_utils, "load_checkpoint", patience.around_load)
     wrap(checkpoint_utils, "load_checkpoint_to_cpu", loading.around_load_checkpoint_to_cpu)
     wrap(EMA, "restore", loading.around_ema_restore)
     for optimizer in (_FP16OptimizerMixin, _MemoryEfficientFP16OptimizerMixin, AMPOptimizer):

@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch
 
+from powernorm_fairseq.checkpoints import patience
 from powernorm_fairseq.norms import NORMS
 from tests.commands import PLUGIN
 from tests.forked import run_plan
@@ -33,6 +34,8 @@ def flags(task, data):
     common += ["--dropout", 0.1, "--attention-dropout", 0.1, "--clip-norm", 1.0, "--update-freq", 2]
     common += ["--max-update", UPDATES, "--save-interval-updates", SAVED_EVERY, "--no-epoch-checkpoints", "--seed", 1]
     common += ["--log-format", "json", "--log-interval", 1, "--required-batch-size-multiple", 1, "--num-workers", 0]
+    # The loss falls, so that validations are counted as no better; the count is part of the checkpoint.
+    common += ["--patience", 9, "--maximize-best-checkpoint-metric"]
     common += ["--max-tokens", 450] if translation else ["--tokens-per-sample", 32, "--batch-size", 5]
     return [str(flag) for flag in common]
 
@@ -148,6 +151,7 @@ def differences_of(norm, folder):
         without_times(torch.load(str(folder / save_dir / "checkpoint_last.pt"))) for save_dir in ("whole", "rest")
     )
     assert whole["optimizer_history"]["num_updates"] == UPDATES
+    assert whole["extra_state"][patience.STATE]["num_runs"] >= UPDATES // SAVED_EVERY - 1
     assert whole["extra_state"]["train_iterator"]["iterations_in_epoch"] > 0, "an epoch ends and another begins"
     assert len(whole["last_optimizer_state"]["state"]) > 10
     if norm == "power":

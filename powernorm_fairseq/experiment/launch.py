@@ -82,16 +82,16 @@ def launch_of(
     planned = int(number(config, "distributed_training", "distributed_world_size", 1))
     if args.gpus is not None and args.gpus < 1:
         raise UserError(f"--gpus {args.gpus}: it takes one at least")
-    if cpu or anywhere:
+    here = 0 if cpu else _gpus()
+    if cpu or (anywhere and here == 0):
         local = args.gpus or max(1, planned // nodes)
     else:
-        here = _gpus()
         if here == 0:
             raise UserError(
                 "no GPU here, and the config is for GPUs; --set common.cpu=true takes processors, which is very slow"
             )
         local = args.gpus or min(here, max(1, planned // nodes))
-        if local > here:
+        if local > here and not anywhere:
             raise UserError(f"--gpus {local}, but this machine has {here}")
     host, _, port = address.partition(":")
     if port and not port.isdigit():
@@ -151,6 +151,12 @@ def adapted(config: Config, launch: Launch) -> Tuple[Config, List[str]]:
     """
     planned = int(number(config, "distributed_training", "distributed_world_size", 1))
     batches = int(number(config, "optimization", "update_freq", 1)) * planned
+    if "distributed_world_size" not in config.get("distributed_training", {}):
+        # fairseq's own default is as many workers as there are GPUs.
+        config = override(config, [f"distributed_training.distributed_world_size={planned}"])
+    frequencies = config.get("optimization", {}).get("update_freq", 1)
+    if launch.workers != planned and isinstance(frequencies, (list, tuple)) and len(frequencies) > 1:
+        raise UserError(f"update_freq changes from epoch to epoch; the config is for {planned} workers and no others")
     name = next((name for name in ("max_tokens", "batch_size") if config.get("dataset", {}).get(name)), None)
     if name is None:
         raise UserError("the config has neither dataset.max_tokens nor dataset.batch_size")

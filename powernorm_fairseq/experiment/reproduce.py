@@ -109,8 +109,13 @@ def commands(row: Row, config: Config, folder: Path, launch: Launch) -> List[Lis
         found.append(own_program("average", "--folder", checkpoints, "--last", scoring.average, "--output", checkpoint))
     if scoring.reestimate:
         measured = checkpoints / "reestimated.pt"
-        found.append(own_program("reestimate", checkpoint, "--batches", scoring.reestimate, "--output", measured))
+        options: List[object] = ["--batches", scoring.reestimate, "--output", measured]
+        # As `run` does: with this run's seed, on the text that the config names.
+        options += ["--seed", config.get("common", {}).get("seed", 1), "--data", config["task"]["data"]]
+        found.append(own_program("reestimate", checkpoint, *options))
         checkpoint = measured
+    if scoring.metric == "bleu":
+        found.append(["mkdir", "-p", str(folder / "hypotheses")])
     for subset in scoring.subsets:
         if scoring.metric == "bleu":
             generated = folder / "hypotheses" / f"{subset}.generate.txt"

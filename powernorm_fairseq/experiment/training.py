@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, Optional, Tuple
 
 from powernorm_fairseq.checkpoints.average import load_checkpoint
 from powernorm_fairseq.checkpoints.last import mend_last_checkpoint
+from powernorm_fairseq.checkpoints.patience import STATE
 from powernorm_fairseq.experiment import record
 from powernorm_fairseq.experiment.config import Config, number
 from powernorm_fairseq.experiment.launch import LAUNCHERS, ONE, Launch, command, record_of
@@ -48,18 +49,24 @@ def train(config: Config, folder: Path, threads: int, say: Say, launch: Launch =
     going_on = (checkpoints / "checkpoint_last.pt").exists()
     log.touch()
     follower, size, began = Follower(log), log.stat().st_size, time.time()
-    process = _start(config, log, threads, launch)
-    try:
-        _watch(process, follower, int(number(config, "optimization", "max_update", 0)), going_on, say)
-    finally:
-        stop(process)
+    code = 0
+    # Several nodes start their workers together, whatever one of them knows.
+    if launch.nodes == 1 and going_on and has_ended(config, checkpoints / "checkpoint_last.pt"):
+        say("training had come to its end")
+    else:
+        process = _start(config, log, threads, launch)
+        try:
+            _watch(process, follower, int(number(config, "optimization", "max_update", 0)), going_on, say)
+        finally:
+            stop(process)
+        code = process.returncode
     follower.look()
     history = validations(log)
     reason = None
-    if process.returncode:
+    if code:
         reason = reason_of_divergence(_from(log, size))
         if reason is None:
-            raise UserError(failure("fairseq-train", process.returncode, log))
+            raise UserError(failure("fairseq-train", code, log))
     elif history and not math.isfinite(history[-1].loss):
         reason = f"the validation loss is {history[-1].loss}"
     last = history[-1] if history and math.isfinite(history[-1].loss) else None
@@ -77,6 +84,19 @@ def train(config: Config, folder: Path, threads: int, say: Say, launch: Launch =
         say(f"diverged after {training['updates']} updates: {reason}")
     write_atomically(marker, json.dumps(training) + "\n")
     return training
+
+
+def has_ended(config: Config, last: Path) -> bool:
+    """Whether a checkpoint is that of a training's end, which was interrupted before its end was written down.
+
+    fairseq-train would go on from it: one update more, after a cosine schedule with a learning rate that is up again;
+    after ``patience`` an epoch more or many.
+    """
+    state = load_checkpoint(last)
+    limit = int(number(config, "optimization", "max_update", 0))
+    patience = int(number(config, "checkpoint", "patience", -1))
+    count = (state.get("extra_state") or {}).get(STATE, {}).get("num_runs", 0)
+    return 0 < limit <= int(state["optimizer_history"][-1]["num_updates"]) or 0 < patience <= count
 
 
 def join(config: Config, folder: Path, threads: int, say: Say, launch: Launch) -> None:

@@ -54,6 +54,21 @@ def test_the_config_of_its_own_number_of_workers_is_left_alone():
     assert adapted(config, Launch(1))[0] == config
 
 
+def test_a_config_that_does_not_say_its_workers_is_for_one():
+    """fairseq would take all GPUs, and an update would be over as many times more."""
+    config = load_config(SAMPLE)
+    del config["distributed_training"]["distributed_world_size"]
+    line = command(adapted(config, Launch(1))[0], Launch(1))
+    assert line[line.index("--distributed-world-size") + 1] == "1"
+
+
+def test_update_freq_by_epoch_is_for_its_own_number_of_workers():
+    config = override(load_config(SAMPLE), ["optimization.update_freq=[4, 2]"])
+    assert adapted(config, Launch(1))[0]["optimization"]["update_freq"] == [4, 2]
+    with pytest.raises(UserError, match="changes from epoch to epoch; the config is for 1 workers"):
+        adapted(config, Launch(2))
+
+
 def test_numbers_that_are_offered_are_accepted():
     with pytest.raises(UserError) as error:
         adapted(load_config(PTB), Launch(7))
@@ -73,7 +88,11 @@ def test_gpus_of_this_machine(monkeypatch):
         launch_of(arguments("--gpus 8"), config, {})
     with pytest.raises(UserError, match="--gpus 0: it takes one at least"):
         launch_of(arguments("--gpus 0"), config, {})
+    # What is only printed is what would be started here, or asked for.
+    assert launch_of(arguments(), config, {}, anywhere=True) == Launch(4)
+    assert launch_of(arguments("--gpus 8"), config, {}, anywhere=True) == Launch(8)
     monkeypatch.setattr(launch, "_gpus", lambda: 0)
+    assert launch_of(arguments(), config, {}, anywhere=True) == Launch(128)
     with pytest.raises(UserError, match=r"no GPU here.*--set common\.cpu=true"):
         launch_of(arguments(), config, {})
     assert launch_of(arguments("--gpus 2"), override(config, ["common.cpu=true"]), {}) == Launch(2)

@@ -59,9 +59,12 @@ def test_a_dry_run_prints_every_command_and_writes_nothing(tmp_path, monkeypatch
     said = capsys.readouterr().out.splitlines()
     assert "16 workers (2 nodes of 8); paper: 30.1" in said[0]
     commands = [shlex.split(text) for text in said if not text.startswith("#")]
-    programs = [Path(words[0]).name if "generate" in words[0] else words[2:4] for words in commands]
+    programs = [
+        words[:2] if words[0] == "mkdir" else Path(words[0]).name if "generate" in words[0] else words[2:4]
+        for words in commands
+    ]
     scores = ["fairseq-generate", *[["powernorm_fairseq", "score"]] * 3] * 2
-    stages = [["powernorm_fairseq", "average"], ["powernorm_fairseq", "reestimate"], *scores]
+    stages = [["powernorm_fairseq", "average"], ["powernorm_fairseq", "reestimate"], ["mkdir", "-p"], *scores]
     training = ["torch.distributed.run", "--nproc_per_node=8"]
     assert programs == [["powernorm_fairseq", "prepare"], *[training, *stages] * 2]
     assert commands[0][4:6] == ["wmt14-en-de", "--output"] and commands[0][-2:] == ["--archive", "a.tgz"]
@@ -69,6 +72,9 @@ def test_a_dry_run_prints_every_command_and_writes_nothing(tmp_path, monkeypatch
     first, second = (words for words in commands if words[2] == "torch.distributed.run")
     assert first[first.index("--update-freq") + 1] == "[8]" and first[first.index("--seed") + 1] == "1"
     assert second[second.index("--seed") + 1] == "2" and "runs/mt/wmt14_en_de/power/seed2/checkpoints" in second
+    again = [words for words in commands if "reestimate" in words]
+    assert [words[words.index("--seed") + 1] for words in again] == ["1", "2"]
+    assert all(words[words.index("--data") + 1] == "runs/data/wmt14-en-de/binarised" for words in again)
     assert list(tmp_path.iterdir()) == []
     # What is printed can be pasted: each is understood by its own parser.
     from powernorm_fairseq.__main__ import build_parser

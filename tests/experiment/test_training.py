@@ -4,8 +4,11 @@ import sys
 
 import pytest
 
+from powernorm_fairseq.checkpoints.average import load_checkpoint, save_checkpoint
+from powernorm_fairseq.checkpoints.patience import STATE
 from powernorm_fairseq.experiment import record, run, training
 from powernorm_fairseq.experiment.config import load_config, override
+from powernorm_fairseq.experiment.floor import save_untrained
 from powernorm_fairseq.processes import UserError
 from powernorm_fairseq.report import table
 from tests.commands import ROOT
@@ -73,6 +76,27 @@ def test_a_validation_loss_that_is_no_number_is_divergence(config, tmp_path, mon
     result = run.run(config, tmp_path, say=lambda words: None)
     assert result["training"]["reason"] == "the validation loss is nan" and result["training"]["valid_loss"] is None
     assert "diverged" in run.in_words(result)
+
+
+@pytest.mark.parametrize(
+    "updates, count, ended", [(4, 0, True), (3, 0, False), (3, 2, True), (3, 1, False)], ids=str
+)
+def test_a_training_at_its_end_is_not_trained_on(config, tmp_path, monkeypatch, updates, count, ended):
+    """It was killed between its last checkpoint and the note that it has ended."""
+    config = override(config, ["checkpoint.patience=2"])
+    last = tmp_path / "checkpoints" / "checkpoint_last.pt"
+    last.parent.mkdir()
+    save_untrained(run.placed(config, tmp_path), last)
+    state = load_checkpoint(last)
+    state["optimizer_history"][-1]["num_updates"] = updates
+    state["extra_state"].update({"previous_training_time": 1.5, STATE: {"best": 1.0, "num_runs": count}})
+    save_checkpoint(state, last)
+    (tmp_path / "train.log").write_text('x | INFO | valid | {"valid_loss": "5.5", "valid_num_updates": "4"}\n')
+    started, said = [], []
+    monkeypatch.setattr(training, "command", lambda *args: started.append(args) or [sys.executable, "-c", ""])
+    found = training.train(config, tmp_path, 1, said.append)
+    assert ("training had come to its end" in said) == ended and bool(started) != ended
+    assert (found["outcome"], found["updates"], found["valid_loss"]) == ("finished", updates, 5.5)
 
 
 def test_other_failures_stay_errors(config, tmp_path, monkeypatch):

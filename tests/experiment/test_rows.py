@@ -79,6 +79,9 @@ def test_a_row_says_where_it_comes_from(path):
     assert said["GPUs"].startswith(str(gpus))
     assert config["task"]["data"] == f"runs/data/{said['Data'].split()[-1]}/binarised"
     assert config["dataset"]["required_batch_size_multiple"] == 1 and not config["common"].get("cpu")
+    # The shortened run that the header proposes has fewer epochs than are averaged.
+    shortened = override(config, said["Override"].partition("--set ")[2].split())
+    assert shortened["optimization"]["max_update"] == 2000 and scoring_of(shortened).average <= 1
     assert (config["scoring"]["metric"] == "bleu") == (path.parent.parent.name == "mt")
 
 

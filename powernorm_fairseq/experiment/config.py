@@ -31,6 +31,13 @@ CHOICES = {
     "lr_scheduler": "--lr-scheduler",
 }
 
+# Options that say nothing of what is trained and scored, or what a record says apart.
+INDIFFERENT = {
+    "common.seed", "common.cpu", "common.user_dir", "common.log_format", "common.log_interval", "common.log_file",
+    "common.tensorboard_logdir", "common.wandb_project", "task.data", "checkpoint.save_dir", "dataset.num_workers",
+    "model.norm_log_interval", "scoring.max_tokens", "scoring.batch_size",
+}  # fmt: skip
+
 # Which family of models publishes a norm; other norms are set on the family that has no placement of its own.
 FAMILIES = {"layer": "norm", "power": "pn", "batch": "bn", "ada": "adanorm"}
 
@@ -86,6 +93,19 @@ def override(config: Config, assignments: Iterable[str]) -> Config:
             options[parent] = options = dict(options.get(parent) or {})
         options[last] = value
     return changed
+
+
+def changes_of(config: Config, assignments: Iterable[str]) -> List[str]:
+    """Those of ``assignments`` that make another experiment of ``config``, each option once, as ``group.option=value``.
+
+    The seed, places, devices and what is logged do not.
+    """
+    last = {assignment.partition("=")[0]: assignment for assignment in assignments}
+    return [
+        assignment
+        for name, assignment in last.items()
+        if name not in INDIFFERENT and override(config, [assignment]) != config
+    ]
 
 
 def with_norm(config: Config, norm: str) -> Config:

@@ -15,7 +15,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from powernorm_fairseq.experiment import launch as launching
 from powernorm_fairseq.experiment import run as running
-from powernorm_fairseq.experiment.config import Config, override, scoring_arguments, scoring_of
+from powernorm_fairseq.experiment.config import Config, changes_of, override, scoring_arguments, scoring_of
 from powernorm_fairseq.experiment.folder import fingerprint_of_data
 from powernorm_fairseq.experiment.launch import Launch
 from powernorm_fairseq.experiment.rows import Row, row_of
@@ -197,6 +197,11 @@ def summary(row: Row, results: Sequence[Dict[str, Any]]) -> str:
         mean = sum(values) / len(values)
         deviation = (sum((value - mean) ** 2 for value in values) / (len(values) - 1)) ** 0.5
         lines.append(f"    mean of {len(values)} seeds: {mean:.4g}, standard deviation {deviation:.2g}")
+    lines += [
+        f"    with other values than the row's: {', '.join(result['set'])}"
+        for result in results[:1]
+        if result.get("set")
+    ]
     lines.append(f"    paper: {published(row)}")
     return "\n".join(lines)
 
@@ -259,7 +264,7 @@ def reproduce(args: argparse.Namespace) -> List[Dict[str, Any]]:
         say(sentence)
     check_disk(first, folder_of(row, args.runs, seeds[0]))
     prepare(preparing, data, launch, say)
-    results = []
+    results, changes = [], changes_of(row.config(), args.override)
     for number, seed in enumerate(seeds):
         config, _ = settings(row, args.override, seed, launch)
         folder = folder_of(row, args.runs, seed)
@@ -267,7 +272,8 @@ def reproduce(args: argparse.Namespace) -> List[Dict[str, Any]]:
         say(f"seed {seed}, in {folder}")
         # Another port for each training: the one before may still be held for a moment.
         here = replace(launch, port=launch.port + number) if launch.nodes > 1 else launch
-        result = running.run(config, folder, norm=row.norm, path=row.path, threads=args.threads, launch=here, say=say)
+        options: Dict[str, Any] = {"threads": args.threads, "launch": here, "changes": changes, "say": say}
+        result = running.run(config, folder, norm=row.norm, path=row.path, **options)
         if not launch.node:
             add(folder, args.records)
             results.append(result)

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 from powernorm_fairseq.checkpoints.average import (
     average_checkpoints,
@@ -23,6 +23,7 @@ from powernorm_fairseq.experiment import launch as launching
 from powernorm_fairseq.experiment import record
 from powernorm_fairseq.experiment.config import (
     Config,
+    changes_of,
     load_config,
     override,
     scoring_arguments,
@@ -44,6 +45,7 @@ def run(
     path: Optional[Path] = None,
     threads: int = 1,
     launch: Launch = ONE,
+    changes: Sequence[str] = (),
     say: Say = print,
 ) -> Dict[str, Any]:
     """Do all that is still to be done of one run and return its result.
@@ -79,6 +81,7 @@ def run(
             "group": group_of(path) if path else None,
             "task_kind": "lm" if config["task"]["_name"] == "language_modeling" else "mt",
             "config_file": str(path) if path else None,
+            "set": list(changes),
             "model": config["model"]["_name"],
             "task": config["task"]["_name"],
             "checkpoint": None,
@@ -295,5 +298,7 @@ def main(args: argparse.Namespace) -> int:
     for sentence in words if launch.workers > 1 or config != planned else []:
         say(sentence)
     norm = args.norm or (args.config.stem if is_row(args.config) else "")
-    run(config, args.dir, norm=norm, path=args.config, threads=args.threads, launch=launch, say=say)
+    changes = changes_of(load_config(args.config), args.override)
+    options: Dict[str, Any] = {"threads": args.threads, "launch": launch, "changes": changes, "say": say}
+    run(config, args.dir, norm=norm, path=args.config, **options)
     return 0

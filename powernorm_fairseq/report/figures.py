@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from powernorm_fairseq.report.curves import STYLES, TITLES, UNITS
-from powernorm_fairseq.report.summary import ROW_LABELS, Table
+from powernorm_fairseq.report.summary import Table, label_of
 
 # Norm -> the distances that the figures compare, forward and backward, with what they are.
 FORWARD = {
@@ -121,9 +121,7 @@ def _draw_curves(canvas: Any, data: Any) -> None:
                 by_update[update].append(value)
         updates = sorted(by_update)
         mean = [sum(by_update[update]) / len(by_update[update]) for update in updates]
-        axes.plot(
-            updates, mean, color=colour, marker=marker, markersize=3.5, linewidth=1.2, label=ROW_LABELS.get(row, row)
-        )
+        axes.plot(updates, mean, color=colour, marker=marker, markersize=3.5, linewidth=1.2, label=label_of(row))
         low, high = ([f(by_update[update]) for update in updates] for f in (min, max))
         axes.fill_between(updates, low, high, color=colour, alpha=0.15, linewidth=0)
     axes.set_xlabel("updates")

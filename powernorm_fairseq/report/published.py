@@ -6,6 +6,9 @@ from typing import Dict, List, Optional
 POWERNORM = "Shen et al., ICML 2020"
 ADANORM = "Xu et al., NeurIPS 2019 (poster)"
 
+# Joins a row's name and what was changed in it, in records of runs with other values than the row's.
+WITH = " with "
+
 
 @dataclass(frozen=True)
 class Published:
@@ -150,6 +153,7 @@ def score(group: str, row: str) -> Optional[Published]:
 
 def baseline(group: str, row: str) -> Optional[str]:
     """The layer-normalization row that a row is compared with; None for one that is itself such a row."""
+    row = row.partition(WITH)[0]
     found = GROUPS[group].baselines.get(row, "layer") if group in GROUPS else "layer"
     return None if row in (found, "layer") or found == row or row.startswith("layer_adanorm") else found
 

@@ -16,6 +16,7 @@ from powernorm_fairseq.experiment.log import statistics, validations
 from powernorm_fairseq.processes import UserError, hold, write_atomically
 from powernorm_fairseq.report import published
 from powernorm_fairseq.report.comparison import compare_runs
+from powernorm_fairseq.report.published import WITH
 from powernorm_fairseq.report.table import LABELS
 
 RECORDS = Path("results/records")
@@ -57,9 +58,13 @@ def record_of(folder: Path) -> Dict[str, Any]:
 
 
 def row_of(result: Dict[str, Any]) -> str:
-    """The name of a result's row: its YAML's where each row has one, else its norm."""
+    """The name of a result's row: its YAML's where each row has one, else its norm.
+
+    With other values than that YAML's it is a row of its own, which says so.
+    """
     path = Path(result.get("config_file") or "")
-    return path.stem if path.parent.name == result["group"] else result["norm"]
+    name = path.stem if path.parent.name == result["group"] else result["norm"]
+    return name + (WITH + ", ".join(result["set"]) if result.get("set") else "")
 
 
 def _short(word: str) -> str:
@@ -80,7 +85,8 @@ def order(record: Dict[str, Any]) -> Tuple[int, str, int]:
     """Records lie in the order of the tables: as published, else as the norms are listed; then by seed."""
     group = published.GROUPS.get(record["group"])
     known = [*(group.rows if group else ()), *LABELS]
-    place = known.index(record["row"]) if record["row"] in known else len(known)
+    name = record["row"].partition(WITH)[0]
+    place = known.index(name) if name in known else len(known)
     return place, record["row"], record["seed"]
 
 
@@ -136,7 +142,7 @@ def add(folder: Path, records: Path) -> Dict[str, Any]:
         found = results.read(sibling)
         if sibling != folder and found is not None and found.get("group") == record["group"] and "norm" in found:
             other = record_of(sibling)
-            if published.baseline(other["group"], other["row"]) == record["row"]:
+            if published.baseline(other["group"], other["row"]) == record["row"].partition(WITH)[0]:
                 new.append(_compared(other, sibling))
     store(new, records)
     return record
@@ -149,6 +155,8 @@ def _compared(record: Dict[str, Any], folder: Path) -> Dict[str, Any]:
     theirs = results.read(beside) if beside else None
     against: Optional[Dict[str, Any]] = None
     if beside and theirs and theirs.get("seed") == record["seed"] and theirs.get("group") == record["group"]:
+        if theirs.get("set", []) != record.get("set", []):
+            return {**record, "against": None}
         found = compare_runs(beside, folder)
         against = {"row": name, **found} if found else None
     return {**record, "against": against}

@@ -16,6 +16,12 @@ SAMPLE = {
 ROW_LABELS = {**LABELS, "layer_adanorm_recipe": "LayerNorm, AdaNorm recipe"}
 
 
+def label_of(name: str) -> str:
+    """A row's name as the papers write its norm, with what was changed."""
+    norm, joined, changes = name.partition(published.WITH)
+    return ROW_LABELS.get(norm, norm) + joined + changes
+
+
 @dataclass
 class Row:
     """One row of a table.
@@ -36,7 +42,7 @@ class Row:
     @property
     def label(self) -> str:
         """The norm as the papers write it."""
-        return ROW_LABELS.get(self.name, self.name)
+        return label_of(self.name)
 
     @property
     def mean(self) -> Optional[float]:
@@ -144,7 +150,8 @@ def tables_of(records: Sequence[Dict[str, Any]]) -> List[Table]:
     known = list(LABELS)
     for table in found.values():
         if not table.has_paper:
-            table.rows.sort(key=lambda row: known.index(row.name) if row.name in known else len(known))
+            names = {row.name: row.name.partition(published.WITH)[0] for row in table.rows}
+            table.rows.sort(key=lambda row: known.index(names[row.name]) if names[row.name] in known else len(known))
     return sorted(found.values(), key=lambda table: (not table.has_runs, table.task != "mt"))
 
 

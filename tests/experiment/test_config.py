@@ -3,6 +3,7 @@
 import pytest
 
 from powernorm_fairseq.experiment.config import (
+    changes_of,
     dump,
     load_config,
     number,
@@ -232,3 +233,13 @@ def test_statistics_are_measured_on_a_number_of_batches(value):
     assert scoring_of(config).reestimate == 200
     with pytest.raises(UserError, match=r"scoring\.reestimate is .* must be a number of batches, or 0"):
         scoring_of(override(config, [f"scoring.reestimate={value}"]))
+
+
+def test_what_makes_another_experiment_of_a_config():
+    config = load_config(ROOT / "configs" / "mt" / "sample.yaml")
+    same = ["common.seed=9", "task.data=elsewhere", "common.cpu=true", f"model.dropout={config['model']['dropout']}"]
+    assert changes_of(config, same) == []
+    assert changes_of(config, [*same, "optimization.lr=[1]", "common.fp16=true", "optimization.lr=[2]"]) == [
+        "optimization.lr=[2]",
+        "common.fp16=true",
+    ]

@@ -137,6 +137,9 @@ def test_the_number_stands_beside_the_papers():
     assert said[1] == "    seed 1: test BLEU 35.00 (tokenised BLEU)"
     assert said[3] == "    mean of 2 seeds: 35.5, standard deviation 0.71"
     assert said[4].startswith("    paper: 35.9 ")
+    changed = {**result(1, 35.0), "set": ["optimization.max_update=9"]}
+    said = reproduce.summary(row, [changed]).splitlines()
+    assert said[2] == "    with other values than the row's: optimization.max_update=9"
     bits = {"perplexity": 2.1, "bits_per_character": 1.07}
     characters = {**result(1, 0), "kind": "perplexity", "scores": {"test": bits}}
     said = reproduce.summary(row_of("enwik8/ada", CONFIGS), [characters]).splitlines()
@@ -151,15 +154,17 @@ def test_the_batch_script_starts_one_task_on_each_node(tmp_path):
     srun.chmod(0o755)
     script = ROOT / "scripts" / "slurm" / "reproduce.sbatch"
     surroundings = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "41234", "SLURM_GPUS_ON_NODE": "4"}
+    surroundings["SLURM_CPUS_PER_TASK"] = "16"
     for extra, seeds in (({}, []), ({"SLURM_ARRAY_TASK_ID": "7"}, ["--seeds", "7"])):
         done = subprocess.run(
             ["bash", str(script), "ptb/power", "--set", "common.fp16=true"],
             env={**surroundings, **extra}, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True,
         )  # fmt: skip
         port, *words = done.stdout.splitlines()
-        assert port == "21234" and words[:2] == ["--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+        assert port == "21234"
+        assert words[:3] == ["--ntasks-per-node=1", "--kill-on-bad-exit=1", "--cpus-per-task=16"]
         command = ["-m", "powernorm_fairseq", "reproduce", "ptb/power", "--set", "common.fp16=true"]
-        assert words[3:] == [*command, *seeds, "--gpus", "4"]
+        assert words[4:] == [*command, *seeds, "--gpus", "4"]
 
 
 def test_make_starts_the_script():
@@ -223,6 +228,7 @@ def test_the_script_with_two_workers_interrupted_and_continued(translation_data,
     found = record.read(folder)
     assert (found["training"]["workers"], found["training"]["updates"], found["seed"]) == (2, 30, 3)
     assert (found["group"], found["norm"], found["checkpoint"]) == ("sample", "power", "averaged.pt")
+    assert "optimization.max_update=30" in found["set"]
     assert set(found["scores"]["test"]["kinds"]) == {"sacrebleu", "chrf"}
     log = (folder / "train.log").read_text()
     assert "training on 2 devices" in log and log.count("powernorm_fairseq.experiment.worker 2") == 2

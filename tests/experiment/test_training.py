@@ -78,9 +78,7 @@ def test_a_validation_loss_that_is_no_number_is_divergence(config, tmp_path, mon
     assert "diverged" in run.in_words(result)
 
 
-@pytest.mark.parametrize(
-    "updates, count, ended", [(4, 0, True), (3, 0, False), (3, 2, True), (3, 1, False)], ids=str
-)
+@pytest.mark.parametrize("updates, count, ended", [(4, 0, True), (3, 0, False), (3, 2, True), (3, 1, False)], ids=str)
 def test_a_training_at_its_end_is_not_trained_on(config, tmp_path, monkeypatch, updates, count, ended):
     """It was killed between its last checkpoint and the note that it has ended."""
     config = override(config, ["checkpoint.patience=2"])

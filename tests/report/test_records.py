@@ -7,6 +7,7 @@ import pytest
 from powernorm_fairseq.__main__ import main
 from powernorm_fairseq.processes import UserError
 from powernorm_fairseq.report.records import add, load, record_of
+from powernorm_fairseq.report.summary import tables_of
 from tests.report.runs import finished_run
 
 
@@ -33,6 +34,25 @@ def test_a_row_of_its_own_file_bears_its_name(tmp_path):
     path = "configs/mt/iwslt14_de_en/layer_adanorm_recipe.yaml"
     folder = finished_run(tmp_path, "layer", group="iwslt14_de_en", config_file=path)
     assert record_of(folder)["row"] == "layer_adanorm_recipe"
+
+
+def test_a_run_with_other_values_is_a_row_of_its_own(tmp_path):
+    """It neither takes the place of the row's record nor stands beside the paper's number."""
+    few, half = ["optimization.max_update=9"], ["common.fp16=true"]
+    records = tmp_path / "records"
+    for place, norm, changes in (
+        ("a", "layer", []), ("a", "power", []), ("b", "power", few), ("b", "layer", few), ("c", "layer", half),
+    ):  # fmt: skip
+        add(finished_run(tmp_path / place, norm, group="ptb", task="lm", set=changes), records)
+    folder = finished_run(tmp_path / "c", "power", group="ptb", task="lm", set=few)  # beside one of other changes
+    assert add(folder, records)["against"] is None
+    shortened = " with optimization.max_update=9"
+    found = {one["row"]: one for one in load(records)}
+    assert list(found) == ["layer", "layer with common.fp16=true", "layer" + shortened, "power", "power" + shortened]
+    assert found["power"]["against"]["row"] == "layer" and found["layer" + shortened]["against"] is None
+    rows = {row.label: row for row in tables_of(list(found.values()))[0].rows}
+    assert rows["PowerNorm"].paper and rows["PowerNorm"].values
+    assert rows["PowerNorm" + shortened].paper is None and rows["PowerNorm" + shortened].values
 
 
 def test_records_are_replaced_and_keep_the_order_of_the_tables(tmp_path):

@@ -16,6 +16,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 from powernorm_fairseq.experiment import reproduce
+from powernorm_fairseq.processes import UserError
 
 
 @dataclass
@@ -61,7 +62,12 @@ def run_point(cfg: Any) -> Optional[float]:
     parser = argparse.ArgumentParser()
     reproduce.add_arguments(parser)
     args = parser.parse_args(command_line(dict(OmegaConf.to_container(cfg))))  # type: ignore[arg-type]
-    results = reproduce.reproduce(args)
+    try:
+        results = reproduce.reproduce(args)
+    except UserError as error:
+        # Where Hydra goes on with the other combinations it shows the first error of them all, at the end.
+        sys.stderr.write(f"{args.row}, seed {args.seeds[0]}: {error}\n")
+        raise
     if not results:
         return None
     loss = results[0]["training"]["valid_loss"]

@@ -270,9 +270,8 @@ def reproduce(args: argparse.Namespace) -> List[Dict[str, Any]]:
         folder = folder_of(row, args.runs, seed)
         check_disk(config, folder)
         say(f"seed {seed}, in {folder}")
-        # Another port for each training: the one before may still be held for a moment.
-        here = replace(launch, port=launch.port + number) if launch.nodes > 1 else launch
-        options: Dict[str, Any] = {"threads": args.threads, "launch": here, "changes": changes, "say": say}
+        options: Dict[str, Any] = {"threads": args.threads, "launch": _apart(launch, number)}
+        options.update(changes=changes, say=say)
         result = running.run(config, folder, norm=row.norm, path=row.path, **options)
         if not launch.node:
             add(folder, args.records)
@@ -280,16 +279,21 @@ def reproduce(args: argparse.Namespace) -> List[Dict[str, Any]]:
     return results
 
 
+def _apart(launch: Launch, number: int) -> Launch:
+    """Another port for each training: the one before may still be held for a moment."""
+    return replace(launch, port=launch.port + number) if launch.nodes > 1 else launch
+
+
 def dry_run(row: Row, args: argparse.Namespace, seeds: Sequence[int], launch: Launch, preparing: List[str]) -> None:
     """Print what would be done."""
     lines = [f"# {row.name}, {launch.described()}; paper: {published(row)}"]
     if preparing:
         lines += ["# the text", printed(preparing)]
-    for seed in seeds:
+    for number, seed in enumerate(seeds):
         config, words = settings(row, args.override, seed, launch)
         folder = folder_of(row, args.runs, seed)
         done = " (has its result)" if (folder / "result.json").exists() else ""
         lines += [f"# seed {seed}, in {folder}{done}", *(f"# {sentence}" for sentence in words)]
-        lines += map(printed, commands(row, config, folder, launch))
+        lines += map(printed, commands(row, config, folder, _apart(launch, number)))
         lines.append(f"# then {folder / 'result.json'} is written and added to {records_of(row, args.records)}")
     sys.stdout.write("\n".join(lines) + "\n")

@@ -220,7 +220,7 @@ def _program_output(name: str, config: Config, folder: Path, checkpoint: Path, s
         partial = whole.with_name(whole.name + ".partial")
         command = [*fairseq_program(name), *scoring_arguments(config, checkpoint, subset)]
         partial.unlink(missing_ok=True)
-        run_to_end(command, partial, threads=threads)
+        run_to_end(command, partial, threads=threads, without=launching.LAUNCHERS)
         os.replace(partial, whole)
     return whole.read_text(encoding="utf-8")
 

@@ -5,8 +5,10 @@ import os
 import sys
 
 import pytest
+from omegaconf import OmegaConf
 
 from powernorm_fairseq.experiment import grid, reproduce, run
+from powernorm_fairseq.processes import UserError
 from tests.commands import ROOT
 
 
@@ -39,6 +41,24 @@ def test_each_combination_is_a_run(multirun, monkeypatch, tmp_path):
     expected = [(f"mt/sample/{norm}", [seed], few, str(tmp_path)) for norm in ("layer", "power") for seed in (1, 2)]
     assert done == expected
     assert {path.name for path in tmp_path.iterdir()} <= {"runs"}
+
+
+def test_a_combination_that_fails_says_why(monkeypatch, tmp_path, capsys):
+    point = {"group": "mt/sample", "norm": "layer", "seed": 3, "configs": None, "raw": None, "set": []}
+    cfg = OmegaConf.create({**point, **dict.fromkeys(("gpus", "threads", "runs", "records"))})
+    monkeypatch.setattr(grid.hydra.utils, "get_original_cwd", lambda: str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def failing(args):
+        raise UserError("no text")
+
+    monkeypatch.setattr(reproduce, "reproduce", failing)
+    with pytest.raises(UserError):
+        grid.run_point(cfg)
+    assert capsys.readouterr().err == "mt/sample/layer, seed 3: no text\n"
+    for loss, returned in ((None, float("inf")), (4.5, 4.5)):
+        monkeypatch.setattr(reproduce, "reproduce", lambda args, loss=loss: [{"training": {"valid_loss": loss}}])
+        assert grid.run_point(cfg) == returned
 
 
 def test_what_is_no_option_is_refused(multirun, capfd):

@@ -180,13 +180,14 @@ def test_what_a_job_left_in_the_environment_is_not_passed_on(tmp_path, monkeypat
     """With torchrun's or SLURM's variables fairseq would take one worker for one of many."""
     for name in launch.LAUNCHERS:
         monkeypatch.setenv(name, "8")
-    names = ["MASTER_ADDR", "WORLD_SIZE", "SLURM_JOB_NODELIST", "PYTHONPATH"]
+    names = ["MASTER_ADDR", "WORLD_SIZE", "SLURM_JOB_NODELIST", "PYTHONPATH", "OMP_NUM_THREADS"]
     program = f"import os; print({{n: os.environ.get(n) for n in {names}}})"
     monkeypatch.setattr(training, "command", lambda *args: [sys.executable, "-c", program])
     log = tmp_path / "log"
-    training._start({}, log, 1, Launch(1)).wait()
+    training._start({}, log, 7, Launch(2)).wait()
     seen = eval(log.read_text().splitlines()[-1])
     assert [seen[name] for name in names[:3]] == [None] * 3
+    assert seen["OMP_NUM_THREADS"] == "3"  # the workers of a node share its threads
     assert seen["PYTHONPATH"].split(os.pathsep)[0] == str(PACKAGE.parent)
 
 

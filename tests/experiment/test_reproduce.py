@@ -72,6 +72,8 @@ def test_a_dry_run_prints_every_command_and_writes_nothing(tmp_path, monkeypatch
     first, second = (words for words in commands if words[2] == "torch.distributed.run")
     assert first[first.index("--update-freq") + 1] == "[8]" and first[first.index("--seed") + 1] == "1"
     assert second[second.index("--seed") + 1] == "2" and "runs/mt/wmt14_en_de/power/seed2/checkpoints" in second
+    ports = [words[words.index("--module") - 1] for words in (first, second)]
+    assert ports == ["--master_port=29511", "--master_port=29512"]
     again = [words for words in commands if "reestimate" in words]
     assert [words[words.index("--seed") + 1] for words in again] == ["1", "2"]
     assert all(words[words.index("--data") + 1] == "runs/data/wmt14-en-de/binarised" for words in again)

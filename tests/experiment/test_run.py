@@ -143,6 +143,51 @@ def test_a_failing_program_shows_the_end_of_its_log(small, tmp_path, monkeypatch
     assert record.read(tmp_path / "run") is None and not (tmp_path / "run" / "trained.json").exists()
 
 
+def test_as_many_checkpoints_are_averaged_as_the_config_says(small, tmp_path):
+    """The last ones; fewer are an error, and an average that is there is not made again."""
+    config, said = override(small, ["scoring.average=2"]), []
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    history = [{"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 1}]
+    state = {"args": None, "cfg": None, "optimizer_history": history, "task_state": {}, "last_optimizer_state": None}
+    state["extra_state"] = {"train_iterator": {"epoch": 1}}
+    for epoch in (1, 9, 10):
+        if epoch == 9:
+            with pytest.raises(UserError, match="2 are needed"):
+                run.final_checkpoint(config, tmp_path, said.append)
+        torch.save({**state, "model": {"w": torch.tensor([float(epoch)])}}, checkpoints / f"checkpoint{epoch}.pt")
+    run.final_checkpoint(config, tmp_path, said.append)
+    found = torch.load(str(checkpoints / "averaged.pt"))
+    assert found["model"]["w"].item() == 9.5
+    assert found["extra_state"]["powernorm_fairseq"]["averaged"] == ["checkpoint9.pt", "checkpoint10.pt"]
+    (checkpoints / "checkpoint9.pt").unlink()
+    assert run.final_checkpoint(config, tmp_path, said.append) == checkpoints / "averaged.pt"
+    for name in ("best", "last"):
+        chosen = override(small, [f"scoring.checkpoint={name}"])
+        assert run.final_checkpoint(chosen, tmp_path, said.append) == checkpoints / f"checkpoint_{name}.pt"
+
+
+def test_the_last_subset_is_the_one_reported(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "train", lambda *args: {"outcome": "finished", "updates": 1})
+    monkeypatch.setattr(run, "word_perplexity", lambda *args: {"perplexity": 9.0 + len(args[3])})
+    config = override(small, ["scoring.subsets=[valid, test]", "scoring.reestimate=0"])
+    result = run.run(config, tmp_path, changes=["model.norm=rms"], say=lambda words: None)
+    assert (result["reported"], result["scores"]["test"], result["set"]) == (
+        "test",
+        {"perplexity": 13.0},
+        ["model.norm=rms"],
+    )
+
+
+def test_scoring_does_not_see_what_a_job_left_in_the_environment(small, tmp_path, monkeypatch):
+    """fairseq-eval-lm would wait for the other workers."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    program = [sys.executable, "-c", "import os; print(os.environ.get('WORLD_SIZE'))"]
+    monkeypatch.setattr(run, "fairseq_program", lambda name: program)
+    output = run._program_output("eval-lm", run.placed(small, tmp_path), tmp_path, tmp_path / "c.pt", "test", 1)
+    assert output.endswith("None\n")
+
+
 def test_half_an_output_is_not_scored(small, tmp_path, monkeypatch):
     """A decoder that is killed leaves its output under another name; the next start decodes again."""
     folder, whole = tmp_path / "run", "H-0\t-1\tx\n"

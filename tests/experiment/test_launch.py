@@ -49,6 +49,15 @@ def test_an_update_stays_over_as_many_tokens(path, workers, size, frequency):
     assert (len(words) == 2) == (size != config["dataset"][name])  # smaller batches are said
 
 
+def test_an_update_of_several_batches_on_workers_that_do_not_divide_them():
+    """Three batches for two workers: three times half a batch for each; nodes count as their workers do."""
+    config = override(load_config(PTB), ["optimization.update_freq=[3]"])
+    for launch_, size, frequency in ((Launch(2), 60, 3), (Launch(2, 2), 30, 3), (Launch(6), 60, 1)):
+        changed, _ = adapted(config, launch_)
+        assert (changed["dataset"]["batch_size"], changed["optimization"]["update_freq"]) == (size, [frequency])
+        assert size * frequency * launch_.workers == 3 * 120
+
+
 def test_the_config_of_its_own_number_of_workers_is_left_alone():
     config = load_config(SAMPLE)
     assert adapted(config, Launch(1))[0] == config

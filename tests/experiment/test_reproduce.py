@@ -113,6 +113,20 @@ def test_disk_space_of_a_row():
     assert reproduce.disk_needed(load_config(CONFIGS / "lm" / "sample.yaml")) < 1e8
 
 
+def test_checkpoints_that_are_there_count_as_room(tmp_path, monkeypatch):
+    config = load_config(CONFIGS / "lm" / "sample.yaml")
+    usage = type("Usage", (), {"free": reproduce.disk_needed(config) - 1000})
+    monkeypatch.setattr(reproduce.shutil, "disk_usage", lambda path: usage)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match="take another folder with --runs"):
+        reproduce.check_disk(config, tmp_path)
+    (tmp_path / "checkpoints" / "checkpoint_last.pt").write_bytes(b"x" * 1000)
+    reproduce.check_disk(config, tmp_path)
+    (tmp_path / "checkpoints" / "checkpoint_last.pt").unlink()
+    (tmp_path / "trained.json").write_text("{}")
+    reproduce.check_disk(config, tmp_path)
+
+
 def test_preparation_is_done_once_by_the_first_node(tmp_path, monkeypatch, capfd):
     data, said = tmp_path / "binarised", []
     make = f"import pathlib as p; d = p.Path({str(data)!r}); d.mkdir(); (d / 'dict.txt').write_text('a 1')"

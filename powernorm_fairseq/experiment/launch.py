@@ -1,6 +1,6 @@
 """With how many workers a training starts, what that makes of its config, and the command line that starts them.
 
-One worker is plain fairseq-train. Several are started by torchrun, each as ``powernorm_fairseq.experiment.worker``,
+One worker is plain fairseq-train. Several are started by torchrun, each as ``powernorm_fairseq/experiment/worker.py``,
 which tells fairseq its rank and refuses to train in a group of another size than was meant.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from powernorm_fairseq.experiment.config import Config, number, override, train_arguments
-from powernorm_fairseq.processes import UserError, fairseq_program
+from powernorm_fairseq.processes import PACKAGE, UserError, fairseq_program
 
 PORT = 29511
 # How long a node waits for the others, in seconds: the first one prepares data and scores while they wait.
@@ -183,6 +183,7 @@ def adapted(config: Config, launch: Launch) -> Tuple[Config, List[str]]:
         words.append(
             f"{name} is {size // parts} instead of {size}, so that {launch.workers} workers share an update; batch "
             "statistics (batch, power_v, and power in its warm-up) see smaller batches than published"
+            + ("; fairseq leaves out sentences that are longer than a batch" if name == "max_tokens" else "")
         )
     return changed, words
 
@@ -209,7 +210,7 @@ def command(config: Config, launch: Launch) -> List[str]:
     else:
         start += [f"--nnodes={launch.nodes}", f"--node_rank={launch.node}", f"--rdzv_conf=timeout={WAIT}"]
         start += [f"--master_addr={launch.address}", f"--master_port={launch.port}"]
-    return [*start, "--module", "powernorm_fairseq.experiment.worker", str(launch.workers), *arguments]
+    return [*start, str(PACKAGE / "experiment" / "worker.py"), str(launch.workers), *arguments]
 
 
 def record_of(launch: Launch) -> Dict[str, Any]:

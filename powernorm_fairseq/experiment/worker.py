@@ -1,4 +1,4 @@
-"""One worker of a training that torchrun started: ``python -m powernorm_fairseq.experiment.worker WORKERS ARGUMENTS``.
+"""One worker of a training that torchrun started: ``python .../experiment/worker.py WORKERS ARGUMENTS``.
 
 ``ARGUMENTS`` are those of fairseq-train. fairseq guesses rank and size of the group from its surroundings, and some
 distributions guess wrong without a GPU or train a model for each worker; so they are said here, and checked where the
@@ -8,6 +8,11 @@ group is there.
 import os
 import sys
 from typing import Any, Callable, List, Mapping
+
+if not __package__:
+    # Started as a file, since with `-m` Python looks into the current folder first, which may be a checkout of another
+    # state than the package that starts this. The file's own folder is no place to import from.
+    sys.path.pop(0)
 
 from powernorm_fairseq.processes import end_with_parent
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import subprocess
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from powernorm_fairseq.experiment import launch, training, worker
 from powernorm_fairseq.experiment.config import load_config, override
 from powernorm_fairseq.experiment.launch import Launch, adapted, command, launch_of
-from powernorm_fairseq.processes import PACKAGE, UserError
+from powernorm_fairseq.processes import PACKAGE, UserError, environment
 from tests.commands import ROOT
 
 SAMPLE = ROOT / "configs" / "mt" / "sample.yaml"
@@ -140,12 +141,12 @@ def test_command_lines():
         command(config, Launch(2))
     two = command(adapted(config, Launch(2))[0], Launch(2))
     assert two[1:5] == ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    assert two[5:8] == ["--module", "powernorm_fairseq.experiment.worker", "2"]
+    assert two[5:7] == [str(PACKAGE / "experiment" / "worker.py"), "2"]
     spread = Launch(2, 2, 1, "head", 77)
     several = command(adapted(config, spread)[0], spread)
     for part in ("--nnodes=2", "--node_rank=1", "--master_addr=head", "--master_port=77"):
         assert part in several
-    assert several[several.index("--module") + 2] == "4" and "--standalone" not in several
+    assert several[several.index(two[5]) + 1] == "4" and "--standalone" not in several
 
 
 def test_a_worker_is_told_its_rank():
@@ -156,6 +157,18 @@ def test_a_worker_is_told_its_rank():
     assert pairs["--distributed-rank"] == "3" and pairs["--device-id"] == "1"
     assert pairs["--distributed-world-size"] == "4" and pairs["--distributed-backend"] == "gloo"
     assert "nccl" in worker.arguments_of(surroundings, 4, ["data"])
+
+
+@pytest.mark.slow
+def test_a_worker_runs_the_code_that_started_it(tmp_path):
+    """And not that of the current folder."""
+    decoy = tmp_path / PACKAGE.name
+    decoy.mkdir()
+    (decoy / "__init__.py").write_text("raise SystemExit('of another state')")
+    line = command(adapted(load_config(SAMPLE), Launch(2))[0], Launch(2))
+    told = {**environment(1), "WORLD_SIZE": "1"}
+    done = subprocess.run([sys.executable, *line[5:]], cwd=str(tmp_path), env=told, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and "meant for 2 workers, and 1 were started" in done.stderr
 
 
 def test_a_worker_in_a_group_of_another_size_trains_nothing(monkeypatch):

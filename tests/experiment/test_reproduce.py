@@ -72,7 +72,7 @@ def test_a_dry_run_prints_every_command_and_writes_nothing(tmp_path, monkeypatch
     first, second = (words for words in commands if words[2] == "torch.distributed.run")
     assert first[first.index("--update-freq") + 1] == "[8]" and first[first.index("--seed") + 1] == "1"
     assert second[second.index("--seed") + 1] == "2" and "runs/mt/wmt14_en_de/power/seed2/checkpoints" in second
-    ports = [words[words.index("--module") - 1] for words in (first, second)]
+    ports = [next(word for word in words if word.startswith("--master_port")) for words in (first, second)]
     assert ports == ["--master_port=29511", "--master_port=29512"]
     again = [words for words in commands if "reestimate" in words]
     assert [words[words.index("--seed") + 1] for words in again] == ["1", "2"]
@@ -247,7 +247,7 @@ def test_the_script_with_two_workers_interrupted_and_continued(translation_data,
     assert "optimization.max_update=30" in found["set"]
     assert set(found["scores"]["test"]["kinds"]) == {"sacrebleu", "chrf"}
     log = (folder / "train.log").read_text()
-    assert "training on 2 devices" in log and log.count("powernorm_fairseq.experiment.worker 2") == 2
+    assert "training on 2 devices" in log and log.count("powernorm_fairseq/experiment/worker.py 2") == 2
     config = override(load_config(folder / "config.yaml"), [])
     assert config["distributed_training"]["distributed_world_size"] == 2 and config["dataset"]["max_tokens"] == 256
     collected = tmp_path / "records" / "mt-sample.jsonl"

@@ -11,7 +11,7 @@ from powernorm_fairseq.__main__ import build_parser
 from tests.commands import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PATHS = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "results" / "README.md"]
+PATHS = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / "results").glob("README.md")]
 DOCUMENTS = [README, *(path.read_text(encoding="utf-8") for path in PATHS)]
 PARSERS = {
     "fairseq-train": options.get_training_parser,

@@ -267,4 +267,4 @@ def _draw_layers(canvas: Any, data: Any) -> None:
         axes.set_xticks(range(len(data["places"])), data["places"], rotation=30, ha="right")
         axes.set_ylabel(direction)
         axes.grid(axis="y", alpha=0.3)
-        axes.legend(frameon=False, fontsize=8, ncols=5, loc="lower right", bbox_to_anchor=(1, 1))
+        axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))

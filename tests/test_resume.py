@@ -122,6 +122,11 @@ def test_killed_and_continued_is_uninterrupted(translation_data, language_model_
         for norm in norms
     }
     assert found == {run: [] for run in found}
+    states = [torch.load(str(path))["extra_state"] for path in tmp_path.glob("*/rest/checkpoint_last.pt")]
+    counts = [state[patience.STATE]["num_runs"] for state in states]
+    assert len(counts) == len(found)
+    # Some norms get better with each validation; with others the count has gone on over the interruption.
+    assert max(counts) >= UPDATES // SAVED_EVERY - 1
 
 
 def runs_of(norm, folder):
@@ -151,7 +156,7 @@ def differences_of(norm, folder):
         without_times(torch.load(str(folder / save_dir / "checkpoint_last.pt"))) for save_dir in ("whole", "rest")
     )
     assert whole["optimizer_history"]["num_updates"] == UPDATES
-    assert whole["extra_state"][patience.STATE]["num_runs"] >= UPDATES // SAVED_EVERY - 1
+    assert patience.STATE in whole["extra_state"]
     assert whole["extra_state"]["train_iterator"]["iterations_in_epoch"] > 0, "an epoch ends and another begins"
     assert len(whole["last_optimizer_state"]["state"]) > 10
     if norm == "power":

@@ -222,6 +222,8 @@ def test_the_script_with_two_workers_interrupted_and_continued(translation_data,
         env=surroundings,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        # What started the tests in the background may have made them, and so this, ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         deadline = time.monotonic() + 200

@@ -16,7 +16,7 @@ from fairseq.optim import AMPOptimizer, FP16Optimizer, MemoryEfficientFP16Optimi
 from powernorm_fairseq import trainer
 from powernorm_fairseq.experiment.log import statistics
 from powernorm_fairseq.norms import RunningNorm, create_norm
-from powernorm_fairseq.norms.running import get_gradient_scale
+from powernorm_fairseq.norms.loss_scale import get_gradient_scale
 from tests.commands import PLUGIN, in_this_process
 from tests.forked import run_plan
 

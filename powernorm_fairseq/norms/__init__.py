@@ -7,10 +7,11 @@ from powernorm_fairseq.norms.ada import AdaNorm, DetachNorm, LayerNormSimple
 from powernorm_fairseq.norms.base import Norm, padding_scope
 from powernorm_fairseq.norms.batch import BatchNorm
 from powernorm_fairseq.norms.layer import LayerNorm
+from powernorm_fairseq.norms.loss_scale import gradient_scale, set_gradient_scale
 from powernorm_fairseq.norms.none import NoNorm
 from powernorm_fairseq.norms.power import PowerNorm, PowerNormV
 from powernorm_fairseq.norms.rms import RMSNorm, ScaleNorm
-from powernorm_fairseq.norms.running import RunningNorm, gradient_scale, set_gradient_scale
+from powernorm_fairseq.norms.running import RunningNorm
 
 __all__ = [
     "NORMS",

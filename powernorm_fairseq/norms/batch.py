@@ -5,6 +5,7 @@ from typing import Dict, Optional, Tuple, Union
 import torch
 from torch import Tensor
 
+from powernorm_fairseq.norms.formulas import mean_and_squares
 from powernorm_fairseq.norms.functional import batch_norm, group_rms_scale, moment_sums
 from powernorm_fairseq.norms.running import RunningNorm
 
@@ -51,31 +52,19 @@ class BatchNorm(RunningNorm):
 
     def normalize_in_training(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
         return batch_norm(
-            x, self.weight, self.bias, padding, self.groups, self.eps, self.record_moments, self.workers,
-            self.record_gradient if self.watched else None,
+            x, self.weight, self.bias, padding, self.groups, self.eps, self.record, self.workers,
+            self.record_gradient if self.watched else None, self.token,
         )  # fmt: skip
 
     def normalize_by_statistics(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
-        gain = torch.rsqrt(self.running_var + self.eps)
-        if self.weight is not None:
-            gain = gain * self.weight
-        shift = -self.running_mean * gain
-        if self.bias is not None:
-            shift = shift + self.bias
-        return group_rms_scale(x, self.groups, self.eps, gain, shift, padding)
+        r, mean = self.constants()
+        return group_rms_scale(x, self.groups, self.eps, self.weight, self.bias, padding, factor=r, shift=mean)
 
-    def record_moments(self, live: Tensor, count: Tensor, mean: Tensor, deviation: Tensor) -> None:
-        """Records what adds up: the sum and, in double precision where there is one, the sum of squares."""
-        self.record(live, *self._sums(count, mean, deviation))
-
-    @staticmethod
-    def _sums(count: Tensor, mean: Tensor, deviation: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-        if mean.device.type != "mps":
-            count, mean, deviation = count.double(), mean.double(), deviation.double()
-        return count, mean * count, deviation + mean * mean * count
+    def constants_of_statistics(self) -> Tuple[Tensor, ...]:
+        return torch.rsqrt(self.running_var + self.eps), self.running_mean
 
     def measure(self, x: Tensor, padding: Optional[Tensor]) -> Tuple[Tensor, ...]:
-        return self._sums(*moment_sums(x, padding, self.groups, self.eps))
+        return mean_and_squares(*moment_sums(x, padding, self.groups, self.eps))
 
     def assign(self, count: Tensor, *sums: Tensor) -> None:
         for running, new in zip((self.running_mean, self.running_var), self._moments(count, *sums)):

@@ -5,9 +5,11 @@ from typing import Dict, Optional, Tuple
 import torch
 from torch import Tensor
 
+from powernorm_fairseq.norms import operators
 from powernorm_fairseq.norms.base import choice, fraction
 from powernorm_fairseq.norms.functional import group_rms_scale, mean_square_sums, power_norm, power_norm_v
-from powernorm_fairseq.norms.running import RunningNorm, get_gradient_scale
+from powernorm_fairseq.norms.loss_scale import get_gradient_scale
+from powernorm_fairseq.norms.running import RunningNorm
 
 
 class _QuadraticMeanNorm(RunningNorm):
@@ -19,9 +21,11 @@ class _QuadraticMeanNorm(RunningNorm):
         self.register_buffer("running_psi_sq", torch.ones(dim))
 
     def normalize_by_statistics(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
-        r = torch.rsqrt(self.running_psi_sq + self.eps)
-        gain = r if self.weight is None else r * self.weight
-        return group_rms_scale(x, self.groups, self.eps, gain, self.bias, padding)
+        (r,) = self.constants()
+        return group_rms_scale(x, self.groups, self.eps, self.weight, self.bias, padding, factor=r)
+
+    def constants_of_statistics(self) -> Tuple[Tensor, ...]:
+        return (torch.rsqrt(self.running_psi_sq + self.eps),)
 
     def measure(self, x: Tensor, padding: Optional[Tensor]) -> Tuple[Tensor, ...]:
         return mean_square_sums(x, padding, self.groups, self.eps)
@@ -78,12 +82,17 @@ class PowerNorm(_QuadraticMeanNorm):
             padding,
             self.groups,
             self.eps,
-            use_batch_psi=self.measuring or self.num_updates < self.warmup_updates,
+            use_batch_psi=not operators.tracing() and self.divides_by_batch_psi(),
             released=self.numerics == "released",
             record=self.record,
             gradient_scale=get_gradient_scale,
             workers=self.workers,
+            token=self.token,
         )
+
+    def divides_by_batch_psi(self) -> bool:
+        """Whether the next forward pass divides by the batch's quadratic mean."""
+        return self.measuring or self.num_updates < self.warmup_updates
 
     def absorb(self, count: Tensor, sums: Tensor) -> None:
         """psi^2 and nu after an update.
@@ -160,7 +169,9 @@ class PowerNormV(_QuadraticMeanNorm):
 
     def normalize_in_training(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
         watch = self.record_gradient if self.watched else None
-        return power_norm_v(x, self.weight, self.bias, padding, self.groups, self.eps, self.record, self.workers, watch)
+        return power_norm_v(
+            x, self.weight, self.bias, padding, self.groups, self.eps, self.record, self.workers, watch, self.token
+        )
 
     def absorb(self, count: Tensor, sums: Tensor) -> None:
         psi_sq = self.running_psi_sq.to(sums.dtype)

@@ -4,8 +4,9 @@ Notation: x (N, C) is the input; with layer scale h = x * s, where s (N, G) is o
 channel group of a token, and without it h = x. ``padding`` (N,) is True at rows that do not count: h and the upstream
 gradient dy are taken as zero there. Arithmetic is in float32, or float64 for float64 input.
 
-On a CPU a pass works on blocks that stay in the cache, so that no temporary tensor of the size of x is ever made; on
-other devices a block is the whole matrix.
+Where there is a fused implementation of a pass for the device (``norms.kernels``), it is used; here are the plain ones,
+which need nothing but PyTorch. On a CPU they work on blocks that stay in the cache, so that no temporary tensor of the
+size of x is ever made; on other devices a block is the whole matrix.
 """
 
 from typing import Any, Iterator, NamedTuple, Optional, Tuple
@@ -13,12 +14,19 @@ from typing import Any, Iterator, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
+from powernorm_fairseq.norms import kernels
+
 BLOCK_ELEMENTS = 1 << 16  # per thread: 256 KiB of float32; smaller blocks cost more in calls than they save
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The type in which statistics of ``x`` are computed: float64 for float64, float32 for all others."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def vector(v: Optional[Tensor], like: Tensor) -> Optional[Tensor]:
+    """``v`` (C,) in the computing type of ``like``, contiguous."""
+    return None if v is None else v.to(compute_dtype(like)).contiguous()
 
 
 def blocks(x: Tensor, rows: Optional[int] = None) -> Iterator[slice]:
@@ -100,17 +108,23 @@ def forward_pass(
     shift: Optional[Tensor] = None,
     want_y: bool = True,
     want_sum_sq: bool = True,
+    gain: Optional[Tensor] = None,
 ) -> Forward:
-    """y = (h - shift) * a + b and the sums of h^2 over real rows.
+    """y = (h - shift) * a * gain + b and the sums of h^2 over real rows, never both with a shift.
 
     Args:
         x: (N, C), contiguous.
         padding: (N,) or None.
         groups: channel groups of the layer scale, 0 for none.
         eps: inside the root of the layer scale.
-        a, b, shift: (C,) in the computing type.
+        a, b, shift, gain: (C,) in the computing type.
         s: (N, G) where an earlier pass has computed it already.
     """
+    fused = kernels.fused(x)
+    if fused is not None:
+        return fused.forward_pass(x, padding, groups, eps, a, b, s, shift, want_y, want_sum_sq, gain)
+    if gain is not None:
+        a = gain if a is None else a * gain
     dtype = compute_dtype(x)
     y = torch.empty_like(x) if want_y else None
     sum_sq = torch.zeros(x.shape[1], dtype=dtype, device=x.device) if want_sum_sq else None
@@ -132,7 +146,10 @@ def forward_pass(
 def moments(
     x: Tensor, padding: Optional[Tensor], groups: int, eps: float
 ) -> Tuple[Optional[Tensor], Tensor, Tensor, Tensor]:
-    """Count (), mean (C,) and sum of squared deviations (C,) of h over real rows, and s, without cancellation."""
+    """s, count (), and mean (C,) and sum of squared deviations (C,) of h over real rows, without cancellation."""
+    fused = kernels.fused(x)
+    if fused is not None:
+        return fused.moments(x, padding, groups, eps)
     dtype = compute_dtype(x)
     s = torch.empty(x.shape[0], groups, dtype=dtype, device=x.device) if groups else None
     count = torch.zeros((), dtype=dtype, device=x.device)
@@ -203,6 +220,9 @@ def backward_pass(
 
     All vectors are (C,); the layer scale's gradient is dx = s * (dh - h * mean over the group of (dh * h)).
     """
+    fused = kernels.fused(x)
+    if fused is not None:
+        return fused.backward_pass(x, dy, padding, s, a, b, d, shift, want_dx, want_sums)
     dtype = compute_dtype(x)
     dx = torch.empty_like(x) if want_dx else None
     sum_dy = torch.zeros(x.shape[1], dtype=dtype, device=x.device) if want_sums else None
@@ -232,3 +252,69 @@ def backward_pass(
             across = torch.addcmul(grouped(dh, groups), grouped(h, groups), along, value=-groups / x.shape[1])
             torch.mul(across, s_part.unsqueeze(-1), out=grouped(dx[block], groups))
     return Backward(dx, sum_dy, sum_dy_h)
+
+
+def standardize_forward(x: Tensor, eps: float, released: bool, scale: float, k: float) -> Tuple[Tensor, Tensor, Tensor]:
+    """z = scale * (1 - k * y) * y with y = (x - mean) / sigma per row, the mean (N, 1) and 1 / sigma (N, 1).
+
+    Args:
+        x: (N, C), contiguous.
+        released: sigma is the unbiased standard deviation plus ``eps``, not the root of the biased variance plus
+            ``eps``.
+    """
+    fused = kernels.fused(x)
+    if fused is not None:
+        return fused.standardize_forward(x, eps, released, scale, k)
+    channels = x.shape[1]
+    z = torch.empty_like(x)
+    mean = torch.empty(x.shape[0], 1, dtype=compute_dtype(x), device=x.device)
+    inverse = torch.empty_like(mean)
+    for block in blocks(x):
+        part = load(x, block, None)
+        if released:
+            mean[block] = part.mean(-1, keepdim=True)
+            off = part - mean[block]
+            sigma = ((off * off).sum(-1, keepdim=True) / max(channels - 1, 1)).sqrt_()
+            inverse[block] = 1 / (sigma + eps)
+            y = off.mul_(inverse[block])
+        else:
+            y, mean[block], inverse[block] = torch.native_layer_norm(part, (channels,), None, None, eps)
+        z[block] = torch.addcmul(y * scale, y, y, value=-scale * k) if k else y * scale
+    return z, mean, inverse
+
+
+def standardize_backward(
+    x: Tensor,
+    dz: Tensor,
+    mean: Tensor,
+    inverse: Tensor,
+    eps: float,
+    released: bool,
+    detach_mean: bool,
+    detach_sigma: bool,
+    scale: float,
+    k: float,
+) -> Tensor:
+    """dx of :func:`standardize_forward`, with scale * (1 - k * y) a constant, and a statistic too if it is detached."""
+    fused = kernels.fused(x)
+    if fused is not None:
+        return fused.standardize_backward(x, dz, mean, inverse, eps, released, detach_mean, detach_sigma, scale, k)
+    channels = x.shape[1]
+    dx = torch.empty_like(x)
+    for block in blocks(x):
+        i = inverse[block]
+        y = (load(x, block, None) - mean[block]).mul_(i)
+        g = load(dz, block, None)
+        if k:
+            g = torch.addcmul(g, g, y, value=-k)
+        part = g if detach_mean else g - g.mean(-1, keepdim=True)
+        if not detach_sigma:
+            along = (g * y).mean(-1, keepdim=True)
+            if released:
+                # sigma + eps for sigma, C - 1 for C; where sigma is 0, y is 0 and the factor does not matter.
+                sigma = 1 / i - eps
+                factor = channels / max(channels - 1, 1) / (sigma * i)
+                along = torch.where(sigma > 0, along * factor, torch.zeros_like(along))
+            part = torch.addcmul(part, y, along, value=-1)
+        torch.mul(part, i if scale == 1 else i * scale, out=dx[block])
+    return dx

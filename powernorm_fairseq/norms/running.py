@@ -6,44 +6,17 @@ contributions of an update are absorbed in one step.
 """
 
 import logging
-from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
+from powernorm_fairseq.norms import operators
 from powernorm_fairseq.norms.base import Norm, choice, divisor
+from powernorm_fairseq.norms.formulas import contribution
+from powernorm_fairseq.norms.loss_scale import get_gradient_scale
 
 logger = logging.getLogger(__name__)
-
-_gradient_scale = 1.0
-
-
-def set_gradient_scale(scale: float) -> None:
-    """Says that the gradients of coming backward passes are ``scale`` times those of the loss (default 1)."""
-    global _gradient_scale
-    if not 0 < scale < float("inf"):
-        raise ValueError(f"the gradient scale must be positive and finite, not {scale}")
-    _gradient_scale = float(scale)
-
-
-def get_gradient_scale() -> float:
-    """The factor that :func:`set_gradient_scale` has set."""
-    return _gradient_scale
-
-
-@contextmanager
-def gradient_scale(scale: float) -> Iterator[None]:
-    """:func:`set_gradient_scale` for a block of code; the backward passes in it count.
-
-    The factor belongs to the process, not to the thread: on an accelerator backward passes run in other threads.
-    """
-    before = get_gradient_scale()
-    set_gradient_scale(scale)
-    try:
-        yield
-    finally:
-        set_gradient_scale(before)
 
 
 def inside_backward() -> bool:
@@ -78,8 +51,9 @@ class Workers:
 class RunningNorm(Norm):
     """A norm with statistics over tokens that survive the batch.
 
-    Subclasses hand :meth:`record` to their backward pass and say in :meth:`absorb` what one update's sums do to the
-    buffers. Statistics are float32 (float64 after ``.double()``) whatever ``.half()`` or ``.bfloat16()`` says.
+    Subclasses hand :meth:`record` (to ``torch.compile`` their ``token``) to their backward pass and say in
+    :meth:`absorb` what one update's sums do to the buffers. Statistics are float32 (float64 after ``.double()``)
+    whatever ``.half()`` or ``.bfloat16()`` says.
 
     When contributions are absorbed:
 
@@ -111,6 +85,7 @@ class RunningNorm(Norm):
         updates_tracked: updates absorbed.
         updates_skipped: updates in which a contribution was dropped because a sum was not finite.
         updates_bounded: updates in which a bound on the recursion acted (PowerNorm only).
+        token: by which operators that ``torch.compile`` has put into a graph find the norm.
     """
 
     COUNTERS = ("updates_tracked", "updates_skipped", "updates_bounded")
@@ -143,7 +118,10 @@ class RunningNorm(Norm):
         self.seen: Dict[str, Tensor] = {}
         self._gradients: Optional[Tensor] = None
         self._stated_updates: Optional[int] = None
+        self._told = False
         self._own_updates = 0
+        self._constants: Optional[Tuple[List[Tuple[Tensor, int]], Tuple[Tensor, ...]]] = None
+        self.token = operators.token_of(self)
 
     @property
     def num_updates(self) -> int:
@@ -161,6 +139,7 @@ class RunningNorm(Norm):
                 "SharedStatistics.reduce() after the last backward pass of each update"
             )
         self._stated_updates = num_updates
+        self._told = True
 
     def normalize(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
         if not self.training:
@@ -172,10 +151,19 @@ class RunningNorm(Norm):
             )
         if self.measuring:
             with torch.no_grad():
-                self.tally = _plus(self.tally, self._guarded(True, *self.measure(x, padding)))
-        elif self._stated_updates is None and self._has_update() and not inside_backward():
-            self.commit()
+                self.tally = _plus(self.tally, contribution(True, *self.measure(x, padding)))
+        elif operators.tracing():
+            # Whether there is an update to absorb shows when the graph runs.
+            if not self._told:
+                operators.begin(self.token, list(self._buffers.values()))
+        else:
+            self.begin_forward()
         return self.normalize_in_training(x, padding)
+
+    def begin_forward(self) -> None:
+        """Before a training forward: where nobody says when an update ends, the last one has ended now."""
+        if not self._told and self._has_update() and not inside_backward():
+            self.commit()
 
     def _has_update(self) -> bool:
         return self._added_up is not None if self.shared else self._pending is not None
@@ -186,6 +174,24 @@ class RunningNorm(Norm):
 
     def normalize_by_statistics(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
         """The norm in evaluation, from committed statistics only."""
+        raise NotImplementedError
+
+    def constants(self) -> Tuple[Tensor, ...]:
+        """:meth:`constants_of_statistics`, computed once and kept until a buffer has changed."""
+        buffers = [buffer for buffer in self._buffers.values() if buffer is not None]
+        if operators.tracing() or any(buffer.is_inference() for buffer in buffers):  # the latter have no version
+            return self.constants_of_statistics()
+        if self._constants is not None:
+            versions, constants = self._constants
+            if all(new is old and new._version == version for new, (old, version) in zip(buffers, versions)):
+                return constants
+        with torch.inference_mode(False), torch.no_grad():
+            constants = self.constants_of_statistics()
+        self._constants = [(buffer, buffer._version) for buffer in buffers], constants
+        return constants
+
+    def constants_of_statistics(self) -> Tuple[Tensor, ...]:
+        """What evaluation computes of the running statistics alone."""
         raise NotImplementedError
 
     def absorb(self, count: Tensor, sums: Tensor) -> None:
@@ -222,7 +228,8 @@ class RunningNorm(Norm):
         """Adds a backward pass to the gradient statistics of a watched update; they are this worker's own.
 
         Args:
-            live, count: as for :meth:`record`.
+            live: () bool, False if the upstream gradient was zero everywhere (dummy batches): adds nothing.
+            count: () number of real tokens.
             sums: (C,) each, of gradients that are ``get_gradient_scale()`` times those of the loss.
         """
         rows = torch.stack([count.to(sums[0].dtype).expand(self.dim), *(part / get_gradient_scale() for part in sums)])
@@ -231,24 +238,13 @@ class RunningNorm(Norm):
     def _size(self, vector: Tensor) -> Tensor:
         return torch.linalg.vector_norm(vector) / self.dim
 
-    def _guarded(self, live: Any, count: Tensor, *sums: Tensor) -> Tensor:
-        """(dropped, count, sums...) in one row: zeros if not ``live``, 1 and zeros if a sum is not finite."""
-        dtype = torch.float32 if count.device.type == "mps" else torch.float64
-        new = torch.cat([part.reshape(-1).to(dtype) for part in (count, *sums)])
-        finite = torch.isfinite(new).all()
-        new = torch.where(finite & live, new, torch.zeros_like(new))
-        dropped = (~finite & live).to(dtype).reshape(1)
-        return torch.cat([dropped, new])
-
-    def record(self, live: Tensor, count: Tensor, *sums: Tensor) -> None:
+    def record(self, contribution: Tensor) -> None:
         """Adds one backward pass to what is pending.
 
         Args:
-            live: () bool, False if the upstream gradient was zero everywhere (dummy batches): adds nothing.
-            count: () number of real tokens.
-            sums: (C,) each; if one of them is not finite, the contribution is dropped and counted as such.
+            contribution: (2 + K C,) as :func:`norms.formulas.contribution` makes it of K sums.
         """
-        self._pending = _plus(self._pending, self._guarded(live, count, *sums))
+        self._pending = _plus(self._pending, contribution)
 
     def give_pending(self) -> Tensor:
         """What is pending (dropped, count, sums...), of a length that does not depend on what there is; it is given up.
@@ -303,6 +299,7 @@ class RunningNorm(Norm):
     def train(self, mode: bool = True) -> "RunningNorm":
         if not mode:
             self.commit()
+        self._constants = None
         super().train(mode)
         return self
 
@@ -321,6 +318,7 @@ class RunningNorm(Norm):
                 self._buffers[name] = buffer.float()
         # What a trainer said belongs to the state that is gone; fairseq says it again before the next forward.
         self._stated_updates = None
+        self._told = False
         if not self.updates_tracked.is_meta:
             self._own_updates = int(self.updates_tracked)
 
@@ -336,8 +334,12 @@ class RunningNorm(Norm):
     def __getstate__(self) -> Dict[str, Any]:
         # A copy starts with nothing pending, and alone: backward passes through the original are not the copy's.
         nothing: Dict[str, Any] = {"_pending": None, "_added_up": None, "measuring": False, "tally": None}
-        nothing.update(watched=False, seen={}, _gradients=None)
+        nothing.update(watched=False, seen={}, _gradients=None, _constants=None, token=None)
         return {**self.__dict__, **nothing, "shared": False, "workers": None}
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.token = operators.token_of(self)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, groups={self.groups}, affine={self.affine}, sync={self.sync}"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from powernorm_fairseq.norms import create_norm, gradient_scale, set_gradient_scale
-from powernorm_fairseq.norms.running import get_gradient_scale
+from powernorm_fairseq.norms.loss_scale import get_gradient_scale
 from tests.norms.helpers import assert_same_state, close, make, running, some, statistics, step
 
 

@@ -1,9 +1,16 @@
 """Packaging of powernorm_fairseq. Tool settings are in pyproject.toml."""
 
+import os
+import platform
 import re
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'"(.+)"', (ROOT / "powernorm_fairseq/version.py").read_text().split("__version__")[-1]).group(1)
@@ -18,6 +25,90 @@ FAIRSEQ = [
     ' or (python_version >= "3.11" and (sys_platform != "linux" or platform_machine != "x86_64"))',
 ]
 
+KERNELS = "powernorm_fairseq/norms/kernels"
+# Sums may be added up in another order, but infinities and what is not a number keep their meaning.
+ARITHMETIC = ["-fno-math-errno", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-ffp-contract=fast"]
+# -O3 takes twice as long and gives nothing more; other compilers than gcc may not know the second.
+OPTIMIZATION = [["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic"], ["-O3"]]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
+# Builds of passes.cpp: the name of its table, and instructions that it may use. The best is chosen at run time.
+X86_BUILDS = {
+    "passes_portable": [],
+    "passes_avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "passes_avx512": AVX512,
+}
+PORTABLE = {"passes_portable": []}
+
+
+class BuildKernels(build_ext):
+    """Builds the norms' CPU kernels, a plain shared library, or says in one line that they are left out."""
+
+    def get_ext_filename(self, fullname):
+        return str(Path(*fullname.split("."))) + ".so"  # it has nothing to do with this version of Python
+
+    def build_extension(self, ext):
+        prebuilt = os.environ.get("POWERNORM_KERNELS")  # scripts/setup-venv.sh keeps the library of unchanged sources
+        if prebuilt:
+            path = Path(self.get_ext_fullpath(ext.name))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(prebuilt, path)
+            return
+        x86 = platform.machine().lower() in ("x86_64", "amd64")
+        reason = None
+        for builds in [X86_BUILDS, PORTABLE] if x86 else [PORTABLE]:
+            for optimization in OPTIMIZATION:
+                try:
+                    self.build_library(ext, builds, optimization)
+                    return
+                except Exception as error:  # whatever a compiler does, the package works without
+                    reason = reason or error
+        print(
+            f"powernorm_fairseq: the fused CPU kernels are left out (no C++ compiler that can build them: {reason}); "
+            "norms will run in plain PyTorch, several times slower on CPUs",
+            file=sys.stderr,
+        )
+
+    def build_library(self, ext, builds, optimization):
+        def compiled(source, folder, *flags):
+            return self.compiler.compile(
+                [f"{KERNELS}/csrc/{source}"],
+                output_dir=str(Path(self.build_temp) / folder),
+                extra_postargs=[
+                    "-std=c++17",
+                    "-fPIC",
+                    "-g0",
+                    "-fvisibility=hidden",
+                    *optimization,
+                    *ARITHMETIC,
+                    *flags,
+                ],
+                depends=ext.depends,
+            )
+
+        several = ["-DX86_BUILDS"] if len(builds) > 1 else []
+        with ThreadPoolExecutor() as pool:
+            jobs = [pool.submit(compiled, "native.cpp", "native", *several)]
+            jobs += [
+                pool.submit(compiled, "passes.cpp", name, f"-DPASSES={name}", *several, *flags)
+                for name, flags in builds.items()
+            ]
+            objects = [path for job in jobs for path in job.result()]
+        libraries = ["dl", "pthread"] if sys.platform.startswith("linux") else []
+        path = Path(self.get_ext_fullpath(ext.name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.compiler.link_shared_object(objects, str(path), libraries=libraries, target_lang="c++")
+
+    def get_outputs(self):
+        return [path for path in super().get_outputs() if Path(path).exists()]
+
+
+class PlatformWheel(bdist_wheel):
+    """The library needs a platform, but no version of Python."""
+
+    def get_tag(self):
+        return ("py3", "none", super().get_tag()[2])
+
+
 setup(
     name="powernorm_fairseq",
     version=VERSION,
@@ -26,7 +117,16 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     packages=find_packages(include=["powernorm_fairseq", "powernorm_fairseq.*"]),
-    package_data={"powernorm_fairseq": ["py.typed"]},
+    package_data={"powernorm_fairseq": ["py.typed"], "powernorm_fairseq.norms.kernels": ["csrc/*"]},
+    ext_modules=[
+        Extension(
+            f"{KERNELS}/_native".replace("/", "."),
+            [f"{KERNELS}/csrc/native.cpp", f"{KERNELS}/csrc/passes.cpp"],
+            depends=[f"{KERNELS}/csrc/passes.h"],
+            language="c++",
+        )
+    ],
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
     python_requires=">=3.8",
     install_requires=[
         *FAIRSEQ,
@@ -38,6 +138,7 @@ setup(
         'torch>=1.12,<1.13; python_version < "3.11"',
         'torchaudio<0.13; python_version < "3.11"',
         'torch>=2.0; python_version >= "3.11"',
+        "regex",
         "sacrebleu>=2.0",
         "sacremoses>=0.1",
         "sentencepiece>=0.1.97",
@@ -56,6 +157,7 @@ setup(
             "pytest-xdist>=3",
             'ruff==0.17.6; python_version >= "3.11"',
             "tensorboardX>=2",
+            'triton>=3; sys_platform == "linux" and platform_machine == "x86_64" and python_version >= "3.11"',
             "types-PyYAML",
         ],
     },

@@ -86,9 +86,24 @@ installed() { [ "$(cat "$venv/.installed-$1" 2>/dev/null)" = "$2" ]; }
 
 requirements="$(checksum setup.py pyproject.toml) torch $TORCH"
 sources=$(checksum powernorm_fairseq)
+kernels=powernorm_fairseq/norms/kernels
+kernel_sources=$(checksum setup.py $kernels/csrc)
 if whole && installed requirements "$requirements" && installed sources "$sources"; then
   exit 0
 fi
+
+kernel_library() {
+  (cd / && "$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))') | sed "s|$|/$kernels/_native.so|"
+}
+note_kernels() {
+  if [ -e "$(kernel_library)" ]; then
+    echo "$kernel_sources" >"$venv/.installed-kernels"
+  else
+    rm -f "$venv/.installed-kernels"
+    say "the norms' CPU kernels could not be built (no C++ compiler? Debian, Ubuntu: apt-get install g++); norms" \
+      "run in plain PyTorch, several times slower"
+  fi
+}
 
 # One set-up at a time; a second waits and then finds everything in place.
 if command -v flock >/dev/null; then
@@ -99,7 +114,7 @@ fi
 # Built from a copy, so that no build folder with files of another day is left here and gets installed.
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
-cp -R setup.py pyproject.toml README.md LICENSE powernorm_fairseq "$copy"
+cp -R setup.py MANIFEST.in pyproject.toml README.md LICENSE powernorm_fairseq "$copy"
 find "$copy" -name __pycache__ -prune -exec rm -rf {} +
 
 if ! whole; then create; fi
@@ -112,13 +127,21 @@ if ! installed requirements "$requirements"; then
   say "installing fairseq and the other requirements (minutes)"
   pip_install "setuptools>=70.1"
   pip_install "$copy[dev]"
+  note_kernels
   rm "$venv/.interrupted"
   echo "$requirements" >"$venv/.installed-requirements"
 fi
 if ! installed sources "$sources"; then
   say "installing powernorm_fairseq"
   rm -f "$venv/.installed-sources"
+  # Compiling the kernels takes most of a minute, so the library of sources that have not changed is used again.
+  library=$(kernel_library)
+  if installed kernels "$kernel_sources" && [ -e "$library" ]; then
+    cp "$library" "$copy/kept.so"
+    export POWERNORM_KERNELS=$copy/kept.so
+  fi
   pip_install --no-deps --no-build-isolation --force-reinstall "$copy"
+  note_kernels
   echo "$sources" >"$venv/.installed-sources"
 fi
 say "ready: ${venv#"$PWD/"}"

@@ -9,19 +9,25 @@ Unit: one read or write of N * C elements. PowerNorm with layer scale and paddin
 warm-up) and 3 in the backward pass, as many as LayerNorm, with one kernel over the rows and one that finishes the
 sums in each.
 
-Tried with Triton 3.9: through its interpreter (``TRITON_INTERPRET=1``, which works on CPU tensors) and by compiling
-for compute capability 8.0 and 9.0. Not measured on a GPU.
+Needs Triton 3. Tried with 3.9 through its interpreter (``TRITON_INTERPRET=1``, which works on CPU tensors), and with
+3.0 and 3.9 by compiling for compute capability 8.0 and 9.0. Not measured on a GPU.
 """
 
 import ctypes
 import logging
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from powernorm_fairseq.norms.rows import Backward, Forward, compute_dtype
+
+if int(triton.__version__.split(".")[0]) < 3:
+    raise ImportError(f"Triton 3 is needed, which comes with PyTorch 2.4; this is {triton.__version__}")
 
 from powernorm_fairseq.norms.kernels.gpu_rows import (
     backward_rows,
@@ -31,8 +37,12 @@ from powernorm_fairseq.norms.kernels.gpu_rows import (
     wide_forward,
 )
 from powernorm_fairseq.norms.kernels.gpu_tokens import standardize_back_rows, standardize_rows
-from powernorm_fairseq.norms.kernels.gpu_totals import finish_backward, finish_forward, finish_moments, finish_sums
-from powernorm_fairseq.norms.rows import Backward, Forward, compute_dtype
+from powernorm_fairseq.norms.kernels.gpu_totals import (
+    finish_backward,
+    finish_forward,
+    finish_moments,
+    finish_sums,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +74,7 @@ class _Tiling(NamedTuple):
     constants: Dict[str, Any]
 
 
+@lru_cache(maxsize=None)
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
@@ -170,10 +181,11 @@ def forward_pass(
     shift: Optional[Tensor] = None,
     want_y: bool = True,
     want_sum_sq: bool = True,
+    gain: Optional[Tensor] = None,
 ) -> Forward:
     """See :func:`norms.rows.forward_pass`."""
     y = torch.empty_like(x) if want_y else None
-    sums = _forward(x, _bytes(padding), groups, eps, s, (None, a, b, shift), y, want_sum_sq=want_sum_sq)
+    sums = _forward(x, _bytes(padding), groups, eps, s, (a, gain, b, shift), y, want_sum_sq=want_sum_sq)
     return Forward(y, sums.s, None if sums.partial is None else _totals(sums.partial))
 
 

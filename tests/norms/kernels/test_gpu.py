@@ -1,25 +1,29 @@
 """The fused GPU kernels: on the device where there is one, and through Triton's interpreter on CPU tensors.
 
-The kernels are made for the device or for the interpreter when they are imported. So the interpreter has a process of
-its own, in which the tests of this file run again.
+Kernels are made for the device or for the interpreter when they are imported. So the interpreter has a process of its
+own, in which the tests of this file run again.
 """
 
 import importlib.util
 import os
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 
-from powernorm_fairseq.norms import functional, rows
+from powernorm_fairseq.norms import create_norm, kernels, rows
+from tests.commands import ROOT
+from tests.norms.helpers import NAMES, step, with_parameters
 
 ON_DEVICE = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if ON_DEVICE else "cpu"
 TRITON = importlib.util.find_spec("triton") is not None
 
-kernels = pytest.mark.skipif(not TRITON or not (ON_DEVICE or INTERPRETED), reason="no GPU: see the interpreter's tests")
-on_device = pytest.mark.skipif(not TRITON or not ON_DEVICE, reason="there is no GPU")
+runs = pytest.mark.skipif(not TRITON or not (ON_DEVICE or INTERPRETED), reason="no GPU: the interpreter runs it")
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # Sums are of a few hundred numbers of size 1; a result in low precision is off by half a unit of its last place.
@@ -46,7 +50,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(gpu, "_processors", lambda device: 2)
     monkeypatch.setattr(gpu, "BLOCK", 64)
     monkeypatch.setattr(gpu, "DEPTH", 2)
-    return gpu
+    with kernels.use("torch"):  # for what results are compared with
+        yield gpu
 
 
 def close(actual, wanted, dtype=None):
@@ -119,30 +124,30 @@ def check_passes(gpu, data, groups, vectors=True):
     assert s is None or torch.equal(s, actual.s)
 
 
-@kernels
+@runs
 @shapes
 def test_passes(gpu, shape, groups):
     check_passes(gpu, Data(shape), groups)
 
 
-@kernels
+@runs
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_passes_in_other_types(gpu, dtype):
     check_passes(gpu, Data((19, 12), dtype), 3)
 
 
-@kernels
+@runs
 def test_passes_without_vectors(gpu):
     check_passes(gpu, Data((19, 12)), 2, vectors=False)
 
 
-@kernels
+@runs
 @pytest.mark.parametrize("padded", ["no", "none", "all"])
 def test_passes_where_all_or_nothing_is_padding(gpu, padded):
     check_passes(gpu, Data((11, 12), padded=padded), 2)
 
 
-@kernels
+@runs
 @pytest.mark.parametrize("groups, padded", [(1, "some"), (2, "no")])
 def test_groups_wider_than_a_tile(gpu, monkeypatch, groups, padded):
     monkeypatch.setattr(gpu, "WIDEST_GROUP", 16)
@@ -150,11 +155,13 @@ def test_groups_wider_than_a_tile(gpu, monkeypatch, groups, padded):
     check_power(gpu, Data((3, 42), padded=padded), groups)
 
 
-@kernels
+@runs
 def test_what_is_not_wanted_is_left_out(gpu):
     data = Data((11, 12))
     x, dy, padding, a, b, d, shift = data.on(data.x, data.dy, data.padding, *data.vectors[:4])
     everything = gpu.forward_pass(x, padding, 2, EPS, a, b, None, shift)
+    gained = gpu.forward_pass(x, padding, 2, EPS, 2 * a, b, None, shift, gain=torch.full_like(a, 0.5))
+    assert torch.equal(gained.y, everything.y)
     again = gpu.forward_pass(x, padding, 2, EPS, a, b, everything.s, shift, want_sum_sq=False)
     assert torch.equal(again.y, everything.y) and again.s is everything.s and again.sum_sq is None
     sums = gpu.forward_pass(x, padding, 2, EPS, want_y=False)
@@ -170,7 +177,7 @@ def test_what_is_not_wanted_is_left_out(gpu):
     assert without[0] is None and all(torch.equal(one, other) for one, other in zip(whole[1:], without[1:]))
 
 
-@kernels
+@runs
 def test_moments_do_not_cancel(gpu):
     """A mean that is ten thousand standard deviations away from zero."""
     x = torch.as_tensor(1e4 + np.random.default_rng(3).standard_normal((60, 20))).float()
@@ -241,27 +248,27 @@ NUMERICS = [(False, False), (True, False), (False, True), (True, True)]
 numerics = pytest.mark.parametrize("use_batch_psi, released", NUMERICS)
 
 
-@kernels
+@runs
 @shapes
 def test_power_norm(gpu, shape, groups):
     check_power(gpu, Data(shape), groups, scale=0.3)
 
 
-@kernels
+@runs
 @numerics
 @pytest.mark.parametrize("affine, padded", [(True, "some"), (False, "no"), (True, "all")])
 def test_power_norm_numerics(gpu, use_batch_psi, released, affine, padded):
     check_power(gpu, Data((11, 12), padded=padded), 2, use_batch_psi, released, affine, scale=1000.1)
 
 
-@kernels
+@runs
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("use_batch_psi", [False, True])
 def test_power_norm_in_other_types(gpu, dtype, use_batch_psi):
     check_power(gpu, Data((11, 24), dtype), 4, use_batch_psi, released=True, scale=128.0)
 
 
-@kernels
+@runs
 @pytest.mark.parametrize("kind", [torch.float16, torch.float64])
 def test_parameters_and_statistics_of_another_type(gpu, kind):
     data = Data((19, 12), torch.float32)
@@ -269,7 +276,7 @@ def test_parameters_and_statistics_of_another_type(gpu, kind):
     check_power(gpu, data, 2)
 
 
-@kernels
+@runs
 @pytest.mark.parametrize("groups", [0, 3])
 def test_nothing_comes_of_an_upstream_gradient_of_zero(gpu, groups):
     data = Data((19, 12))
@@ -279,7 +286,7 @@ def test_nothing_comes_of_an_upstream_gradient_of_zero(gpu, groups):
         assert (result == 0).all()
 
 
-@kernels
+@runs
 @pytest.mark.parametrize("place", [0, 7, 18])
 def test_one_number_is_enough_to_be_live(gpu, place):
     data = Data((19, 12), torch.float32, padded="no")
@@ -289,7 +296,7 @@ def test_one_number_is_enough_to_be_live(gpu, place):
     assert row[1] == 19 and (dx != 0).any(1).all()
 
 
-@kernels
+@runs
 @pytest.mark.parametrize("what", ["dy", "x"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_sums_that_are_not_finite_are_dropped(gpu, what, value):
@@ -302,7 +309,7 @@ def test_sums_that_are_not_finite_are_dropped(gpu, what, value):
         assert (power(gpu, data, 3)[1][3] == 0).all()
 
 
-@kernels
+@runs
 def test_sums_too_large_are_dropped(gpu):
     """Each strip's sum can be held, but not that of all."""
     data = Data((19, 12), torch.float32, padded="no")
@@ -311,7 +318,7 @@ def test_sums_too_large_are_dropped(gpu):
     assert row[0] == 1 and (row[1:] == 0).all()
 
 
-@kernels
+@runs
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("released", [False, True])
 def test_standardize(gpu, dtype, released):
@@ -321,9 +328,43 @@ def test_standardize(gpu, dtype, released):
             data.x[:1] = 2.0  # sigma is 0
             x, dz = data.on(data.x, data.dy)
             z, mean, inverse = gpu.standardize_forward(x, EPS, released, scale, k)
-            plain = data.plain(data.x)[0].requires_grad_()
-            wanted = functional._Standardize.apply(plain, EPS, released, detach_mean, detach_sigma, scale, k)
-            wanted.backward(data.dy.double())
-            close(z, wanted.detach())
+            plain_x, plain_dz = data.plain(data.x, data.dy)
+            wanted, *statistics = rows.standardize_forward(plain_x, EPS, released, scale, k)
+            close(z, wanted)
             options = EPS, released, detach_mean, detach_sigma, scale, k
-            close(gpu.standardize_backward(x, dz, mean, inverse, *options), plain.grad)
+            wanted = rows.standardize_backward(plain_x, plain_dz, *statistics, *options)
+            close(gpu.standardize_backward(x, dz, mean, inverse, *options), wanted)
+
+
+@runs
+@pytest.mark.parametrize("name", NAMES)
+def test_norms(gpu, name):
+    """Two updates of each norm: outputs, gradients and state, then evaluation."""
+    results = []
+    for choice, device, dtype in (("torch", "cpu", torch.float64), ("gpu", DEVICE, torch.float32)):
+        norm = with_parameters(create_norm(name, 12), np.random.default_rng(1)).to(device, dtype)
+        values = []
+        with kernels.use(choice):
+            for seed in range(2):
+                data = Data((5, 12), torch.float32, seed=seed)
+                values += step(
+                    norm, *(tensor.to(device, dtype) for tensor in (data.x, data.dy)), data.padding.to(device)
+                )
+                values += [parameter.grad for parameter in norm.parameters()]
+            values += norm.eval().state_dict().values()
+            values.append(norm(Data((5, 12), torch.float32, "no", seed=9).x.to(device, dtype)))
+        results.append([value.detach() for value in values])
+    for actual, wanted in zip(results[1], results[0]):
+        close(actual, wanted.double())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TRITON, reason="Triton is not installed")
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+def test_all_of_this_through_the_interpreter():
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert int(re.search(r"(\d+) passed", done.stdout).group(1)) > 60

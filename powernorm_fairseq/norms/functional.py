@@ -36,7 +36,8 @@ Watch = Callable[..., None]
 
 def _flat(x: Tensor, padding: Optional[Tensor]) -> Tuple[Tensor, Optional[Tensor]]:
     if padding is not None:
-        if padding.device.type == "cpu" and kernels.fused(x) is None and not padding.any():
+        plain = not operators.tracing() and kernels.fused(x) is None
+        if plain and padding.device.type == "cpu" and not padding.any():
             padding = None  # less work, same result
         else:
             padding = padding.reshape(-1).contiguous()

@@ -98,7 +98,12 @@ def _differentiable(name: str, save: Callable[..., None], backward: Callable[...
 @_operator("begin(Tensor(a!) token, Tensor(b!)[] statistics) -> ()")
 def begin(token: Tensor, statistics: List[Tensor]) -> None:
     """Lets a norm absorb the last update into its ``statistics``, if there is one; see RunningNorm.begin_forward."""
-    _owners[int(token)].begin_forward()
+    norm = _owners[int(token)]
+    norm.begin_forward()
+    # In a graph they may be copies, which the graph writes back over the norm's own when it ends.
+    for statistic, own in zip(statistics, norm.buffers(recurse=False)):
+        if statistic is not own:
+            statistic.copy_(own)
 
 
 @_operator("record(Tensor(a!) token, Tensor contribution) -> ()")

@@ -155,7 +155,7 @@ class RunningNorm(Norm):
         elif operators.tracing():
             # Whether there is an update to absorb shows when the graph runs.
             if not self._told:
-                operators.begin(self.token, list(self._buffers.values()))
+                operators.begin(self.token, list(self.buffers(recurse=False)))
         else:
             self.begin_forward()
         return self.normalize_in_training(x, padding)

@@ -19,6 +19,9 @@ CHOICES = ("auto", "torch", "native", "gpu")
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _BACKENDS = {"cpu": "native", "cuda": "gpu"}
 
+# What torch.compile traces must be plain PyTorch; of the norms only rarely used parts are (norms/operators.py).
+_compiling = torch.compiler.is_compiling if hasattr(torch, "compiler") else lambda: False
+
 _choice = "auto"
 _loaded: Dict[str, Any] = {}
 
@@ -37,7 +40,7 @@ def available(name: str) -> Any:
 
 def fused(x: Tensor) -> Any:
     """The module whose functions are to be used on ``x``, or None for plain PyTorch."""
-    if _choice == "torch" or type(x) not in (Tensor, nn.Parameter) or x.dtype not in _TYPES:
+    if _choice == "torch" or _compiling() or type(x) not in (Tensor, nn.Parameter) or x.dtype not in _TYPES:
         return None
     name = _choice if _choice != "auto" else _BACKENDS.get(x.device.type)
     return None if name is None else _loaded[name] if name in _loaded else available(name)

@@ -102,10 +102,9 @@ def _vectors(x: Tensor, number: int) -> Tensor:
     return torch.empty(number, x.shape[1], dtype=compute_dtype(x))
 
 
-def _gradients(x: Tensor, weight: bool, bias: bool) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+def _sums(x: Tensor) -> Tuple[Tensor, Tensor]:
     dtype = compute_dtype(x)
-    dweight = torch.empty(x.shape[1], dtype=dtype) if weight else None
-    return dweight, torch.empty(x.shape[1], dtype=dtype) if bias else None
+    return torch.empty(x.shape[1], dtype=dtype), torch.empty(x.shape[1], dtype=dtype)
 
 
 def _contribution(x: Tensor, sums: int) -> Tensor:
@@ -151,11 +150,12 @@ def backward_pass(
 ) -> Backward:
     """See :func:`norms.rows.backward_pass`."""
     dx = torch.empty_like(x) if want_dx else None
-    sum_dy_h, sum_dy = _gradients(x, want_sums, want_sums)
+    sum_dy, sum_dy_h = _sums(x) if want_sums else (None, None)
+    dy = dy.contiguous()  # a name, so that it lives until the library returns
     _check(
         library.powernorm_backward_pass(
             *_shape(x, padding, 0 if s is None else s.shape[1]),
-            *map(_at, (x, dy.contiguous(), s, a, b, d, shift, dx, sum_dy, sum_dy_h)),
+            *map(_at, (x, dy, s, a, b, d, shift, dx, sum_dy, sum_dy_h)),
         )
     )
     return Backward(dx, sum_dy, sum_dy_h)
@@ -193,7 +193,8 @@ def standardize_backward(
 ) -> Tensor:
     """See :func:`norms.rows.standardize_backward`."""
     dx = torch.empty_like(x)
-    _standardize(x, dz.contiguous(), mean, inverse, dx, eps, released, detach_mean, detach_sigma, scale, k)
+    dz = dz.contiguous()
+    _standardize(x, dz, mean, inverse, dx, eps, released, detach_mean, detach_sigma, scale, k)
     return dx
 
 
@@ -237,15 +238,16 @@ def power_norm_backward(
 ) -> Tuple[Optional[Tensor], Tensor, Tensor, Tensor]:  # fmt: skip
     """See :func:`norms.formulas.power_norm_backward`."""
     dx = torch.empty_like(x)  # also if it is not wanted, so that the sums are added up in the same order
-    grads, row = _vectors(x, 2), _contribution(x, 3)
+    (dweight, dbias), row = _sums(x), _contribution(x, 3)
+    dy = dy.contiguous()  # a name, so that it lives until the library returns
     _check(
         library.powernorm_power_backward(
             *_shape(x, padding, 0 if s is None else s.shape[1]),
             scale,
-            *map(_at, (x, dy.contiguous(), s, stats, nu, weight, dx, grads[0], grads[1], row)),
+            *map(_at, (x, dy, s, stats, nu, weight, dx, dweight, dbias, row)),
         )
     )
-    return dx if want_dx else None, grads[0], grads[1], row
+    return dx if want_dx else None, dweight, dbias, row
 
 
 def power_norm_v_forward(
@@ -283,7 +285,8 @@ def _exact_backward(
     s: Optional[Tensor], stats: Tensor, want_dx: bool,
 ) -> Tuple[Optional[Tensor], Tensor, Tensor, Tensor]:  # fmt: skip
     dx = torch.empty_like(x) if want_dx else None
-    grads, row = _vectors(x, 2), _contribution(x, sums)
-    pointers = map(_at, (x, dy.contiguous(), s, stats, weight, dx, grads[0], grads[1], row))
+    (dweight, dbias), row = _sums(x), _contribution(x, sums)
+    dy = dy.contiguous()
+    pointers = map(_at, (x, dy, s, stats, weight, dx, dweight, dbias, row))
     _check(function(*_shape(x, padding, 0 if s is None else s.shape[1]), *pointers))
-    return dx, grads[0], grads[1], row
+    return dx, dweight, dbias, row

@@ -17,14 +17,15 @@ import ctypes
 import logging
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from powernorm_fairseq.norms.rows import Backward, Forward, compute_dtype
+from powernorm_fairseq.norms.formulas import contribution, mean_and_squares
+from powernorm_fairseq.norms.rows import Backward, Forward, compute_dtype, real_rows
 
 if int(triton.__version__.split(".")[0]) < 3:
     raise ImportError(f"Triton 3 is needed, which comes with PyTorch 2.4; this is {triton.__version__}")
@@ -212,14 +213,26 @@ def backward_pass(
     want_sums: bool = True,
 ) -> Backward:
     """See :func:`norms.rows.backward_pass`."""
+    return _backward(x, dy, padding, s, a, b, d, shift, want_dx, want_sums)
+
+
+def _backward(
+    x: Tensor, dy: Tensor, padding: Optional[Tensor], s: Optional[Tensor], a: Any, b: Any, d: Any, shift: Any,
+    want_dx: bool, want_sums: bool, flags: Optional[List[Tensor]] = None,
+) -> Backward:  # fmt: skip
+    """:func:`backward_pass`, which also appends to ``flags``, if given, what says whether a dy was not zero."""
     dy, padding = dy.contiguous(), _bytes(padding)
     tiling = _tiling(x, 0 if s is None else s.shape[1], BACKWARD_ELEMENTS)
     dx = torch.empty_like(x) if want_dx else None
     sums = _new(x, tiling.strips, 2 * x.shape[1]) if want_sums else None
     along = _along(x, dy, padding, s, a, b, d, shift) if s is not None and tiling.wide and want_dx else None
+    live = None
+    if flags is not None:
+        live = _counts(x, tiling.strips, tiling.tiles)
+        flags.append(live)
     _launch(
         backward_rows, (tiling.strips, tiling.tiles), x, dy, padding, s, along, a, b, d, shift, None, None, None, dx,
-        sums, None, None, x.shape[0], 1.0, 0.0, warps=tiling.warps, **tiling.constants,
+        sums, live, None, x.shape[0], 1.0, 0.0, warps=tiling.warps, **tiling.constants,
     )  # fmt: skip
     if sums is None:
         return Backward(dx, None, None)
@@ -298,6 +311,41 @@ def power_norm_backward(
         count, high, low, zero_rows=8, zero_block=min(max(triton.next_power_of_2(channels), 16), 256), **_finishing(x),
     )  # fmt: skip
     return dx, grads[0], grads[1], row
+
+
+def power_norm_v_backward(
+    x: Tensor, dy: Tensor, weight: Optional[Tensor], padding: Optional[Tensor], s: Optional[Tensor], stats: Tensor,
+    want_dx: bool = True,
+) -> Tuple[Optional[Tensor], Tensor, Tensor, Tensor]:  # fmt: skip
+    """See :func:`norms.formulas.power_norm_v_backward`."""
+    sum_sq, r = stats
+    flags: List[Tensor] = []
+    _, sum_dy, sum_dy_h = _backward(x, dy, padding, s, None, None, None, None, False, True, flags)
+    count = real_rows(x, padding)
+    dx = None
+    if want_dx:
+        a = r if weight is None else r * weight
+        b = a * r * r * (sum_dy_h / count.clamp(min=1))
+        dx = backward_pass(x, dy, padding, s, a, b, want_sums=False).dx
+    return dx, sum_dy_h * r, sum_dy, contribution(flags[0].any(), count, sum_sq)
+
+
+def batch_norm_backward(
+    x: Tensor, dy: Tensor, weight: Optional[Tensor], padding: Optional[Tensor], s: Optional[Tensor], stats: Tensor,
+    want_dx: bool = True,
+) -> Tuple[Optional[Tensor], Tensor, Tensor, Tensor]:  # fmt: skip
+    """See :func:`norms.formulas.batch_norm_backward`."""
+    mean, deviation, r = stats
+    flags: List[Tensor] = []
+    _, sum_dy, sum_dy_h = _backward(x, dy, padding, s, None, None, None, mean, False, True, flags)
+    count = real_rows(x, padding)
+    dx = None
+    if want_dx:
+        a = r if weight is None else r * weight
+        n = count.clamp(min=1)
+        dx = backward_pass(x, dy, padding, s, a, a * r * r * (sum_dy_h / n), a * (sum_dy / n), mean, True, False).dx
+    row = contribution(flags[0].any(), *mean_and_squares(count, mean, deviation))
+    return dx, sum_dy_h * r, sum_dy, row
 
 
 def _tokens(x: Tensor, elements: int) -> Tuple[Tuple[int], Dict[str, Any]]:

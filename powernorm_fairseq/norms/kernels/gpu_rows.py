@@ -117,9 +117,9 @@ def backward_rows(
     """dx of dh = dy * a - (h - shift) * b - d, and partial sums (strips, 2, C) of dy and of dy * (h - shift).
 
     along: (N, G) mean over the group of dh * h where a group is wider than a tile.
+    flags: (strips, tiles) say whether a dy was not zero.
     stats: (3, C) makes it PowerNorm's: then a and b come of it, ``gain``, ``nu`` and the scale ``high`` + ``low``, and
-        ``flags`` (strips, tiles) say whether a dy was not zero (1), and whether a sum is not finite or, with those of
-        the other strips, might not be (2).
+        2 is added to a flag if a sum is not finite or, with those of the other strips, might not be.
     """
     strip = tl.program_id(0)
     strips = tl.num_programs(0)
@@ -166,6 +166,7 @@ def backward_rows(
             total_dy_h += g * off
         if flags is not None:
             live = tl.where(g != 0.0, 1, live)
+        if counts is not None:
             seen += real.to(tl.int32)
         if dx is not None:
             dh = g
@@ -189,15 +190,18 @@ def backward_rows(
         tl.store(sums + 2 * strip * channels + columns, tl.sum(total_dy, 0), mask=inside)
         tl.store(sums + (2 * strip + 1) * channels + columns, sum_dy_h, mask=inside)
         if flags is not None:
-            value = sum_dy_h * r
-            if gain is not None:
-                value = value * vector(gain, columns, inside, kind)
-            sum_sq = vector(stats, columns, inside, kind)
-            # If a strip's sums times the number of strips are finite, then so are the sums over all strips.
-            finite = tl.abs(value / scale) * strips < float("inf")
-            finite = finite & (sum_sq < float("inf")) & (sum_sq * r * r < float("inf"))
-            flag = tl.max(tl.max(live, 1), 0) + 2 * tl.max(1 - finite.to(tl.int32), 0)
+            flag = tl.max(tl.max(live, 1), 0)
+            if stats is not None:
+                value = sum_dy_h * r
+                if gain is not None:
+                    value = value * vector(gain, columns, inside, kind)
+                sum_sq = vector(stats, columns, inside, kind)
+                # If a strip's sums times the number of strips are finite, then so are the sums over all strips.
+                finite = tl.abs(value / scale) * strips < float("inf")
+                finite = finite & (sum_sq < float("inf")) & (sum_sq * r * r < float("inf"))
+                flag += 2 * tl.max(1 - finite.to(tl.int32), 0)
             tl.store(flags + strip * tl.num_programs(1) + tl.program_id(1), flag)
+        if counts is not None:
             tl.store(counts + strip, tl.sum(seen, 0), mask=tl.program_id(1) == 0)
 
 

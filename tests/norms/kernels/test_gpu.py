@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from powernorm_fairseq.norms import create_norm, kernels, rows
+from powernorm_fairseq.norms import create_norm, formulas, kernels, rows
 from tests.commands import ROOT
 from tests.norms.helpers import NAMES, step, with_parameters
 
@@ -334,6 +334,27 @@ def test_standardize(gpu, dtype, released):
             options = EPS, released, detach_mean, detach_sigma, scale, k
             wanted = rows.standardize_backward(plain_x, plain_dz, *statistics, *options)
             close(gpu.standardize_backward(x, dz, mean, inverse, *options), wanted)
+
+
+@runs
+@pytest.mark.parametrize("name", ["power_norm_v", "batch_norm"])
+@pytest.mark.parametrize("zero", [False, True])
+def test_exact_gradients(gpu, name, zero):
+    """Also where the upstream gradient is zero: it contributes nothing to the running statistics."""
+    data = Data((11, 12))
+    if zero:
+        data.dy[data.real] = 0
+    forward, backward = (getattr(formulas, f"{name}_{way}") for way in ("forward", "backward"))
+    results = []
+    for choice, device in (("torch", "cpu"), ("gpu", DEVICE)):
+        tensors = (data.x, data.dy, data.padding, *data.vectors[:2])
+        x, dy, padding, weight, bias = (tensor.to(device) for tensor in tensors)
+        with kernels.use(choice):
+            y, s, stats = forward(x, weight, bias, padding, 3, EPS)[:3]
+            results.append([y, stats, *backward(x, dy, weight, padding, s, stats)])
+    for wanted, actual in zip(*results):
+        close(actual, wanted)
+    assert bool((results[1][-1] == 0).all()) == zero
 
 
 @runs

@@ -32,7 +32,7 @@ def available(name: str) -> Any:
         try:
             module = importlib.import_module(f"{__name__}.{name}")
             _loaded[name] = module if module.usable() else None
-        except ImportError as error:
+        except Exception as error:  # whatever is wrong with a compiler's installation, norms work without
             logger.warning(f"the norms' fused kernels for {name} cannot be used ({error}): plain PyTorch is")
             _loaded[name] = None
     return _loaded[name]
@@ -42,7 +42,7 @@ def fused(x: Tensor) -> Any:
     """The module whose functions are to be used on ``x``, or None for plain PyTorch."""
     if _choice == "torch" or _compiling() or type(x) not in (Tensor, nn.Parameter) or x.dtype not in _TYPES:
         return None
-    name = _choice if _choice != "auto" else _BACKENDS.get(x.device.type)
+    name = "gpu" if _choice == "gpu" else _BACKENDS.get(x.device.type)  # Triton's interpreter takes CPU tensors too
     return None if name is None else _loaded[name] if name in _loaded else available(name)
 
 

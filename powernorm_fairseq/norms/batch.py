@@ -1,6 +1,6 @@
 """BatchNorm over real tokens."""
 
-from typing import Dict, Optional, Tuple, Union
+from typing import Callable, Dict, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -81,6 +81,10 @@ class BatchNorm(RunningNorm):
         for running, new in zip((self.running_mean, self.running_var), self._moments(count, sums[0], sums[1])):
             changed = running + weight * (new.to(running.dtype) - running)
             running.copy_(torch.where(count > 0, changed, running))
+
+    def absorb_fused(self, absorb: Callable[..., bool], contribution: Tensor) -> bool:
+        momentum = -1.0 if self.momentum is None else self.momentum
+        return absorb("batch", contribution, self.counters(), (self.running_mean, self.running_var), momentum)
 
     def compare(self, count: Tensor, sums: Tensor, gradients: Optional[Tensor]) -> Dict[str, Tensor]:
         """``fwd_mean``: mu_B - mu; ``fwd_var``: sigma_B^2 - sigma^2; ``bkw_mean``, ``bkw_var``: the means of g and of

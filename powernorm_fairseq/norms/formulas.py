@@ -102,8 +102,8 @@ def power_norm_forward(
     weight, bias = vector(weight, x), vector(bias, x)
     fused = kernels.fused(x)
     if fused is not None and workers is None:
-        psi_sq = psi_sq.to(compute_dtype(x))
-        return fused.power_norm_forward(x, weight, bias, padding, psi_sq, groups, eps, use_batch_psi, released)
+        psi = vector(psi_sq, x)
+        return fused.power_norm_forward(x, weight, bias, padding, psi, groups, eps, use_batch_psi, released)
     count = real_rows(x, padding)
 
     def batch_r(sum_sq: Tensor) -> Tensor:

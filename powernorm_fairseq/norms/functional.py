@@ -41,7 +41,9 @@ def _flat(x: Tensor, padding: Optional[Tensor]) -> Tuple[Tensor, Optional[Tensor
             padding = None  # less work, same result
         else:
             padding = padding.reshape(-1).contiguous()
-    return x.reshape(-1, x.shape[-1]).contiguous(), padding
+    if x.dim() != 2:
+        x = x.reshape(-1, x.shape[-1])
+    return x.contiguous(), padding
 
 
 def _like(grad: Optional[Tensor], parameter: Optional[Tensor]) -> Optional[Tensor]:

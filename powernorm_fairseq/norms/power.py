@@ -1,6 +1,6 @@
 """PowerNorm, and PN-V, its form with batch statistics and the exact gradient."""
 
-from typing import Dict, Optional, Tuple
+from typing import Callable, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -123,8 +123,13 @@ class PowerNorm(_QuadraticMeanNorm):
         some = count > 0
         self.running_psi_sq.copy_(torch.where(some, psi_sq.to(self.running_psi_sq.dtype), self.running_psi_sq))
         self.running_nu.copy_(torch.where(some, nu.to(self.running_nu.dtype), self.running_nu))
-        bounded = some & (big_gamma * step > 1).any()
-        self.updates_bounded += bounded.to(self.updates_bounded.dtype)
+        self.updates_bounded.add_(some & (big_gamma * step > 1).any())
+
+    def absorb_fused(self, absorb: Callable[..., bool], contribution: Tensor) -> bool:
+        return absorb(
+            "power", contribution, self.counters(), (self.running_psi_sq, self.running_nu),
+            self.alpha_fwd, self.alpha_bkw, self.num_updates, self.warmup_updates, self.numerics == "released",
+        )  # fmt: skip
 
     def compare(self, count: Tensor, sums: Tensor, gradients: Optional[Tensor]) -> Dict[str, Tensor]:
         """``fwd_psi_sq``: psi_B^2 - psi^2; ``bkw_psi_sq``: Lambda; ``bkw_nu``: Lambda - Gamma nu, what moves nu."""
@@ -178,6 +183,9 @@ class PowerNormV(_QuadraticMeanNorm):
         psi_sq = self.alpha_fwd * psi_sq + (1 - self.alpha_fwd) * sums[0] / count.clamp(min=1)
         psi_sq = psi_sq.to(self.running_psi_sq.dtype)
         self.running_psi_sq.copy_(torch.where(count > 0, psi_sq, self.running_psi_sq))
+
+    def absorb_fused(self, absorb: Callable[..., bool], contribution: Tensor) -> bool:
+        return absorb("power_v", contribution, self.counters(), (self.running_psi_sq,), self.alpha_fwd)
 
     def compare(self, count: Tensor, sums: Tensor, gradients: Optional[Tensor]) -> Dict[str, Tensor]:
         """``fwd_psi_sq``: psi_B^2 - psi^2; ``bkw_psi_sq``: the mean of g * xhat, which the exact gradient subtracts."""

@@ -26,7 +26,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 def vector(v: Optional[Tensor], like: Tensor) -> Optional[Tensor]:
     """``v`` (C,) in the computing type of ``like``, contiguous."""
-    return None if v is None else v.to(compute_dtype(like)).contiguous()
+    if v is None or (v.dtype == compute_dtype(like) and v.is_contiguous()):
+        return v  # nearly always; asking costs less than two conversions that do nothing
+    return v.to(compute_dtype(like)).contiguous()
 
 
 def blocks(x: Tensor, rows: Optional[int] = None) -> Iterator[slice]:

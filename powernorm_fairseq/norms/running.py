@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from powernorm_fairseq.norms import operators
+from powernorm_fairseq.norms import kernels, operators
 from powernorm_fairseq.norms.base import Norm, choice, divisor
 from powernorm_fairseq.norms.formulas import contribution
 from powernorm_fairseq.norms.loss_scale import get_gradient_scale
@@ -139,7 +139,8 @@ class RunningNorm(Norm):
                 "SharedStatistics.reduce() after the last backward pass of each update"
             )
         self._stated_updates = num_updates
-        self._told = True
+        if not self._told:
+            self._told = True
 
     def normalize(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
         if not self.training:
@@ -202,6 +203,14 @@ class RunningNorm(Norm):
             sums: (K, C) the K sums that were recorded.
         """
         raise NotImplementedError
+
+    def absorb_fused(self, absorb: Callable[..., bool], contribution: Tensor) -> bool:
+        """:meth:`absorb` and the counters by a fused implementation (``kernels.native.absorb``), if there is one."""
+        return False
+
+    def counters(self) -> List[Tensor]:
+        """updates_tracked, updates_skipped, updates_bounded."""
+        return [self._buffers[name] for name in self.COUNTERS]  # type: ignore[misc]
 
     def measure(self, x: Tensor, padding: Optional[Tensor]) -> Tuple[Tensor, ...]:
         """What evaluation needs of a batch: its count () of real tokens and sums (C,) for :meth:`assign`."""
@@ -283,14 +292,21 @@ class RunningNorm(Norm):
         if pending is None:
             return
         pending = pending.to(self.updates_tracked.device)
-        dropped, count, sums = pending[0], pending[1], pending[2:].view(-1, self.dim)
         if self.watched:
-            self.seen, self._gradients = self.compare(count, sums, self._gradients), None
-        self.absorb(count, sums)
-        self.updates_tracked += (count > 0).to(self.updates_tracked.dtype)
-        self.updates_skipped += (dropped > 0).to(self.updates_skipped.dtype)
+            self.seen, self._gradients = self.compare(*self._parts(pending), self._gradients), None
+        self._constants = None  # a fused implementation changes tensors without their noticing
+        fused = kernels.fused(pending)
+        if not (hasattr(fused, "absorb") and self.absorb_fused(fused.absorb, pending)):
+            count, sums = self._parts(pending)
+            self.absorb(count, sums)
+            self.updates_tracked.add_(count > 0)
+            self.updates_skipped.add_(pending[0] > 0)
         if self._stated_updates is None:
             self._own_updates = int(self.updates_tracked)
+
+    def _parts(self, contribution: Tensor) -> Tuple[Tensor, Tensor]:
+        """Count () and sums (K, C)."""
+        return contribution[1], contribution[2:].view(-1, self.dim)
 
     def discard_pending(self) -> None:
         """Forgets what was gathered since the last commit: the update failed and will be tried again."""

@@ -19,6 +19,13 @@ from powernorm_fairseq.norms.sharing import SharedStatistics
 from tests.norms.helpers import RUNNING, assert_same_state, close, running, step, tokens, with_parameters
 
 WORKERS, UPDATES, CHANNELS = 2, 5, 6
+
+
+@pytest.fixture(autouse=True)
+def implementation():
+    """Workers are processes of their own and run what norms always run; so does what they are compared with."""
+
+
 SECONDS = 90
 CASES = {
     "power": ("power", {}),

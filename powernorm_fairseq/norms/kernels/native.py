@@ -11,7 +11,7 @@ Functions here have the names, arguments and results of the plain implementation
 import ctypes
 import logging
 from pathlib import Path
-from typing import Any, Optional, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ _SIGNATURES = {
     "power_v_backward": [*_SHAPE, *[_POINTER] * 9],
     "batch_forward": [*_SHAPE, *[_POINTER] * 6],
     "batch_backward": [*_SHAPE, *[_POINTER] * 9],
+    "power_absorb": [ctypes.c_int, _COUNT, *[_NUMBER] * 4, _FLAG, *[_POINTER] * 6],
+    "power_v_absorb": [ctypes.c_int, _COUNT, _NUMBER, *[_POINTER] * 5],
+    "batch_absorb": [ctypes.c_int, _COUNT, _NUMBER, *[_POINTER] * 6],
 }
 
 
@@ -81,7 +84,7 @@ def use_instructions(name: str) -> bool:
 
 
 def _at(tensor: Optional[Tensor]) -> Optional[int]:
-    return None if tensor is None else tensor.data_ptr()
+    return None if tensor is None else tensor.data_ptr()  # ctypes makes None a null pointer
 
 
 def _check(result: int) -> None:
@@ -290,3 +293,23 @@ def _exact_backward(
     pointers = map(_at, (x, dy, s, stats, weight, dx, dweight, dbias, row))
     _check(function(*_shape(x, padding, 0 if s is None else s.shape[1]), *pointers))
     return dx, dweight, dbias, row
+
+
+def absorb(
+    name: str, contribution: Tensor, counters: Sequence[Tensor], statistics: Sequence[Tensor], *numbers: Any
+) -> bool:
+    """Ends an update: statistics and counters of a ``power``, ``power_v`` or ``batch`` norm take in a contribution.
+
+    Args:
+        numbers: what the norm's recursion depends on, in the order of the library's function.
+
+    Returns:
+        False if the library cannot do it; nothing has changed then.
+    """
+    dtype, channels = statistics[0].dtype, statistics[0].shape[0]
+    tensors = (contribution, *counters, *statistics)
+    fits = dtype in (torch.float32, torch.float64) and contribution.dtype == torch.float64
+    if not fits or any(t.device.type != "cpu" or t.dtype != dtype or not t.is_contiguous() for t in tensors[1:]):
+        return False
+    getattr(library, f"powernorm_{name}_absorb")(TYPES[dtype], channels, *numbers, *map(_at, tensors))
+    return True

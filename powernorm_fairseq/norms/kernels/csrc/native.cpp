@@ -542,6 +542,58 @@ void batch_backward(
   call.run(pass);
 }
 
+// ---- the end of an update: norms' statistics (float or double) and counters absorb a contribution -----------------
+
+// counters: updates tracked, skipped, bounded. Returns whether any tokens counted.
+template <class T>
+bool count_update(const double* row, T* const* counters) {
+  if (row[0] > 0) *counters[1] += 1;
+  if (row[1] > 0) *counters[0] += 1;
+  return row[1] > 0;
+}
+
+// PowerNorm.absorb in norms/power.py has the recursion and why its step is bounded.
+template <class T>
+void power_absorb(
+    const double* row, int64_t channels, T* psi_sq, T* nu, T* const* counters, double alpha_fwd, double alpha_bkw,
+    double update, double warmup, bool released) {
+  const double done = std::min(static_cast<double>(*counters[0]), update), step = 1 - alpha_bkw;
+  if (!count_update(row, counters)) return;
+  const double *sum_sq = row + 2, *sum_xhat = sum_sq + channels, *sum_g_xhat = sum_xhat + channels;
+  const bool in_warmup = update + (released ? 1 : 0) < warmup;
+  bool bounded = false;
+  for (int64_t j = 0; j < channels; ++j) {
+    const double batch = sum_sq[j] / row[1], gamma = sum_xhat[j] / row[1], lambda = sum_g_xhat[j] / row[1];
+    double mean = psi_sq[j];
+    if (in_warmup) mean += (batch - mean) / (done + 1);
+    if (released || !in_warmup) mean = alpha_fwd * mean + (1 - alpha_fwd) * batch;
+    psi_sq[j] = static_cast<T>(mean);
+    nu[j] = static_cast<T>(nu[j] + std::min(1 / gamma, step) * (lambda - nu[j] * gamma));
+    bounded = bounded || gamma * step > 1;
+  }
+  if (bounded) *counters[2] += 1;
+}
+
+template <class T>
+void power_v_absorb(const double* row, int64_t channels, T* psi_sq, T* const* counters, double alpha_fwd) {
+  if (!count_update(row, counters)) return;
+  for (int64_t j = 0; j < channels; ++j)
+    psi_sq[j] = static_cast<T>(alpha_fwd * psi_sq[j] + (1 - alpha_fwd) * row[2 + j] / row[1]);
+}
+
+// A momentum below 0 weighs all updates the same.
+template <class T>
+void batch_absorb(const double* row, int64_t channels, T* mean, T* var, T* const* counters, double momentum) {
+  const double weight = momentum < 0 ? 1 / (static_cast<double>(*counters[0]) + 1) : momentum, count = row[1];
+  if (!count_update(row, counters)) return;
+  for (int64_t j = 0; j < channels; ++j) {
+    const double sum = row[2 + j], sum_sq = row[2 + channels + j], centre = sum / count;
+    const double unbiased = std::max(sum_sq - sum * centre, 0.0) / std::max(count - 1, 1.0);
+    mean[j] = static_cast<T>(mean[j] + weight * (centre - mean[j]));
+    var[j] = static_cast<T>(var[j] + weight * (unbiased - var[j]));
+  }
+}
+
 }  // namespace
 
 // ---- the interface -----------------------------------------------------------------------------------------------
@@ -653,5 +705,46 @@ PUBLIC int powernorm_batch_backward(
     void* dweight, void* dbias, double* row) {
   static_cast<void>(eps);
   FOR_ARITHMETIC(batch_backward, type, SHAPE, x, dy, s, stats, weight, dx, dweight, dbias, row);
+}
+
+#define COUNTERS \
+  T* const counters[] = {static_cast<T*>(tracked), static_cast<T*>(skipped), static_cast<T*>(bounded)}
+
+PUBLIC int powernorm_power_absorb(
+    int type, int64_t channels, double alpha_fwd, double alpha_bkw, double update, double warmup, bool released,
+    const double* row, void* tracked, void* skipped, void* bounded, void* psi_sq, void* nu) {
+  const auto absorb = [&](auto zero) {
+    using T = decltype(zero);
+    COUNTERS;
+    power_absorb(
+        row, channels, static_cast<T*>(psi_sq), static_cast<T*>(nu), counters, alpha_fwd, alpha_bkw, update, warmup,
+        released);
+  };
+  type == FLOAT64 ? absorb(double{}) : absorb(float{});
+  return 0;
+}
+
+PUBLIC int powernorm_power_v_absorb(
+    int type, int64_t channels, double alpha_fwd, const double* row, void* tracked, void* skipped, void* bounded,
+    void* psi_sq) {
+  const auto absorb = [&](auto zero) {
+    using T = decltype(zero);
+    COUNTERS;
+    power_v_absorb(row, channels, static_cast<T*>(psi_sq), counters, alpha_fwd);
+  };
+  type == FLOAT64 ? absorb(double{}) : absorb(float{});
+  return 0;
+}
+
+PUBLIC int powernorm_batch_absorb(
+    int type, int64_t channels, double momentum, const double* row, void* tracked, void* skipped, void* bounded,
+    void* mean, void* var) {
+  const auto absorb = [&](auto zero) {
+    using T = decltype(zero);
+    COUNTERS;
+    batch_absorb(row, channels, static_cast<T*>(mean), static_cast<T*>(var), counters, momentum);
+  };
+  type == FLOAT64 ? absorb(double{}) : absorb(float{});
+  return 0;
 }
 }

@@ -1,5 +1,5 @@
 # `make demo` and `make test` are all that most people need; both set up .venv first if it is missing.
-.PHONY: help venv demo reproduce test report lint test-stock clean
+.PHONY: help venv demo reproduce test report bench bench-full lint test-stock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,6 +17,9 @@ help:
 	@echo "                               a row of a published table, from raw text to its number (GPUs, hours to days)"
 	@echo "make test [ARGS='-k power']    run the tests (under 15 minutes on 2 cores)"
 	@echo "make report                    results/: tables and figures from the records of all runs"
+	@echo "make bench [ARGS='--only step']"
+	@echo "                               how fast norms, training, decoding and start-up are (under 10 minutes on 2 idle cores)"
+	@echo "make bench-full                the same with more shapes, settings and rounds (an hour or more)"
 	@echo "make lint                      ruff format, ruff check, mypy"
 	@echo "make test-stock                the tests on stock fairseq 0.12.2 with Python 3.8 or 3.10 (slow)"
 	@echo "make venv                      only set up $(VENV)"
@@ -37,6 +40,12 @@ test: venv
 
 report: venv
 	$(BIN)/powernorm_fairseq report $(ARGS)
+
+bench: venv
+	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-full: venv
+	$(BIN)/python -m benchmarks --full $(ARGS)
 
 lint: venv
 	$(BIN)/ruff format --check .

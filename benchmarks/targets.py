@@ -32,6 +32,6 @@ def of_norm(record: Dict[str, Any]) -> List[Dict[str, Any]]:
         found.append(target("time / LayerNorm", 4.5, ratio))
         if "peak_memory" in record:
             found.append(target("peak memory / input", 2.2, record["peak_memory"]))
-    if norm == "power" and path == "naive" and "fused" in record["against"] and record["variant"] == "":
+    if (norm, path, mode, record["variant"]) == ("power", "naive", "train", "") and "fused" in record["against"]:
         found.append(target("naive / fused", 25, record["against"]["fused"]["median"], at_most=False))
     return found

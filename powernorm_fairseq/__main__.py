@@ -27,6 +27,7 @@ COMMANDS = {
     ),
     "average": ("powernorm_fairseq.checkpoints.average", "average the last checkpoints of a run"),
     "reestimate": ("powernorm_fairseq.checkpoints.reestimate", "measure a checkpoint's running statistics anew"),
+    "fold": ("powernorm_fairseq.checkpoints.fold", "a checkpoint for inference, its norms folded into linear layers"),
     "convert": ("powernorm_fairseq.checkpoints.convert", "a checkpoint of the authors' PowerNorm code for this plugin"),
     "inspect": ("powernorm_fairseq.checkpoints.inspect", "running statistics in checkpoints, and what looks wrong"),
     "record": ("powernorm_fairseq.report.records", "keep the results of finished runs as records"),

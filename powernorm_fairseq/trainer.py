@@ -43,6 +43,7 @@ def apply() -> None:
     wrap(checkpoint_utils, "save_checkpoint", save_checkpoint)
     wrap(checkpoint_utils, "load_checkpoint", last.around_load_checkpoint)
     wrap(Trainer, "save_checkpoint", patience.around_save)
+    wrap(Trainer, "load_checkpoint", loading.around_trainer_load)
     wrap(checkpoint_utils, "load_checkpoint", patience.around_load)
     wrap(checkpoint_utils, "load_checkpoint_to_cpu", loading.around_load_checkpoint_to_cpu)
     wrap(EMA, "restore", loading.around_ema_restore)

@@ -108,6 +108,7 @@ def averaged(paths: Sequence[Path]) -> Dict[str, Any]:
     def models() -> Iterator[Dict[str, torch.Tensor]]:
         for path in paths:
             last.update(load_checkpoint(path), last_optimizer_state=None)
+            refuse_folded(last, path)
             yield last["model"]
 
     mean = average_states(models())
@@ -120,8 +121,14 @@ def with_note(state: Dict[str, Any], note: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def note_of(state: Dict[str, Any]) -> Dict[str, Any]:
-    """The note on how a checkpoint was made: ``averaged`` and ``reestimated`` where that was done, else empty."""
+    """The note on how a checkpoint was made: ``averaged``, ``reestimated``, ``folded`` where that was done."""
     return dict((state.get("extra_state") or {}).get(NOTE) or {})
+
+
+def refuse_folded(state: Dict[str, Any], path: Path) -> None:
+    """UserError for a checkpoint that ``powernorm_fairseq fold`` has written."""
+    if "folded" in note_of(state):
+        raise UserError(f"{path} is folded for inference already: give the checkpoint that it was made from")
 
 
 def load_checkpoint(path: Path) -> Dict[str, Any]:

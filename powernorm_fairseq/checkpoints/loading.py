@@ -8,6 +8,7 @@ logger = logging.getLogger(__name__)
 
 _warned: Set[str] = set()
 _silent = False
+_training = False
 
 
 @contextmanager
@@ -21,15 +22,34 @@ def without_warnings() -> Iterator[None]:
         _silent = before
 
 
+def around_trainer_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around ``Trainer.load_checkpoint``: what is loaded within is to be trained on."""
+    global _training
+    before, _training = _training, True
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _training = before
+
+
 def around_load_checkpoint_to_cpu(original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``fairseq.checkpoint_utils.load_checkpoint_to_cpu``: warns of averaged statistics, once for each file.
 
     fairseq's ``scripts/average_checkpoints.py`` averages all that is floating point, statistics and counters too. The
     result loads and works, but evaluation then uses statistics of no single model.
+
+    Raises:
+        ValueError: training is to begin with a checkpoint whose norms are folded. Where no norm stands any more, it
+            would also fit a model without norms.
     """
+    from powernorm_fairseq.checkpoints.average import note_of
     from powernorm_fairseq.checkpoints.inspect import averaged_statistics
 
     state = original(path, *args, **kwargs)
+    if _training and isinstance(state, dict) and "folded" in note_of(state):
+        raise ValueError(
+            f"{path} is folded for inference and cannot be trained: give the checkpoint that it was made from"
+        )
     if not _silent and str(path) not in _warned and isinstance(state, dict) and isinstance(state.get("model"), dict):
         warning = averaged_statistics(state)
         if warning:

@@ -23,6 +23,7 @@ from powernorm_fairseq.checkpoints.average import (
     check_output,
     load_checkpoint,
     note_of,
+    refuse_folded,
     save_checkpoint,
     to_stderr,
     with_note,
@@ -65,6 +66,7 @@ def reestimate(
         UserError: no such data, or statistics that cannot be measured; the message names the norms.
     """
     check_batches(batches, max_tokens)
+    refuse_folded(state, source)
     state = {**state, "last_optimizer_state": None}
     if not any(map(is_statistic, state["model"])):
         say("no norm with running statistics: there is nothing to re-estimate")

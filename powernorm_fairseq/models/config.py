@@ -103,6 +103,9 @@ class NormOptions(FairseqDataclass):
     norm_log_interval: int = option(
         0, "every so many updates, log how far batch statistics are from running ones at each norm; 0: never"
     )
+    norm_folded: Optional[str] = option(
+        None, "not for training: written by `powernorm_fairseq fold`, the sites whose norms it has folded"
+    )
     init: INIT_CHOICES = field(  # type: ignore[valid-type]
         default="fairseq",
         metadata={"help": "initial values of the linear layers; kaiming: uniform, a = 1, as in AdaNorm's recipe"},

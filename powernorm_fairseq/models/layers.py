@@ -12,6 +12,7 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
+from powernorm_fairseq.models.folding import FoldedResiduals
 from powernorm_fairseq.norms import padding_scope
 from powernorm_fairseq.norms.base import Norm
 
@@ -29,8 +30,10 @@ FAST_PATH_PARAMETERS = (
 )
 
 
-class NormEncoderLayer(TransformerEncoderLayerBase):
+class NormEncoderLayer(FoldedResiduals, TransformerEncoderLayerBase):
     """fairseq's encoder layer with the norms that ``cfg.placement`` names for ``encoder_self`` and ``encoder_ff``."""
+
+    sublayers = ["self", "ff"]
 
     def __init__(self, cfg: Any, return_fc: bool = False) -> None:
         super().__init__(cfg, return_fc)
@@ -41,7 +44,7 @@ class NormEncoderLayer(TransformerEncoderLayerBase):
         self.final_layer_norm = cfg.placement.create("encoder_ff", self.embed_dim)
 
     def forward(self, x: Tensor, encoder_padding_mask: Optional[Tensor], *args: Any, **kwargs: Any) -> Any:
-        with padding_scope(encoder_padding_mask):
+        with padding_scope(encoder_padding_mask), self.residual_scope():
             return super().forward(x, encoder_padding_mask, *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -51,13 +54,15 @@ class NormEncoderLayer(TransformerEncoderLayerBase):
         nn.Module._load_from_state_dict(self, state_dict, prefix, *args)
 
 
-class NormDecoderLayer(TransformerDecoderLayerBase):
+class NormDecoderLayer(FoldedResiduals, TransformerDecoderLayerBase):
     """fairseq's decoder layer with the norms that ``cfg.placement`` names for ``decoder_self``, ``_cross``, ``_ff``."""
 
     def __init__(self, cfg: Any, no_encoder_attn: bool = False) -> None:
         super().__init__(cfg, no_encoder_attn)
         self.self_attn_layer_norm = cfg.placement.create("decoder_self", self.embed_dim)
+        self.sublayers = ["self", "ff"]
         if self.encoder_attn is not None:
+            self.sublayers.insert(1, "cross")
             self.encoder_attn_layer_norm = cfg.placement.create("decoder_cross", self.embed_dim)
         self.final_layer_norm = cfg.placement.create("decoder_ff", self.embed_dim)
 
@@ -74,7 +79,9 @@ class NormDecoderLayer(TransformerDecoderLayerBase):
         need_attn: bool = False,
         need_head_weights: bool = False,
     ) -> Any:
-        with padding_scope(self_attn_padding_mask):
+        if self.has_gains and encoder_out is None and self.encoder_attn is not None:
+            raise ValueError("a folded decoder cannot leave out its cross-attention: it needs the encoder's output")
+        with padding_scope(self_attn_padding_mask), self.residual_scope():
             return super().forward(
                 x,
                 encoder_out,

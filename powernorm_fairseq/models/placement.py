@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Mapping, Set
 
 from torch import Tensor, nn
 
+from powernorm_fairseq.models import folding
 from powernorm_fairseq.norms import NORMS, RunningNorm, create_norm
 from powernorm_fairseq.norms.base import Norm
 
@@ -65,6 +66,7 @@ class Placement:
 
     Attributes:
         names: site -> name of its norm, for the sites that the model has.
+        folded: site -> where its norm went, for the sites that have been folded (``models.folding``).
 
     Raises:
         ValueError: unknown norm, a norm for a site that the model has not, an option that no norm takes, or an
@@ -74,6 +76,7 @@ class Placement:
     def __init__(self, settings: Namespace, published: Mapping[str, str], warmup_updates: int = 0) -> None:
         self.heads = {stack: getattr(settings, f"{stack}_attention_heads") for stack in published}
         self.names = self._names(settings, published)
+        self.folded = self._folded(settings)
         self.options = self._options(settings)
         if settings.norm_warmup_updates is not None:
             warmup_updates = settings.norm_warmup_updates
@@ -107,6 +110,23 @@ class Placement:
                 flag = flag_of(field_of(site)) if chosen else "--norm"
                 raise ValueError(f"{flag} {names[site]}: no such norm; choose one of {', '.join(sorted(NORMS))}")
         return names
+
+    def _folded(self, settings: Namespace) -> folding.Folded:
+        folded = folding.read(settings.norm_folded)
+        known = {*self.names, *(f"{site.split('_')[0]}_final" for site in self.names)}
+        if not known.issuperset(folded):
+            raise ValueError(f"--norm-folded {settings.norm_folded}: the model has not all of these sites")
+        for stack in self.heads:
+            if (
+                f"{stack}_final" in folded
+                and getattr(settings, f"{stack}_layers_to_keep", None)
+                and not getattr(settings, f"{stack}_normalize_before")
+            ):
+                raise ValueError(
+                    f"{flag_of(stack + '_layers_to_keep')}: the layers of a folded post-norm {stack} need each other; "
+                    "set it in the config of the checkpoint that `powernorm_fairseq fold` is given"
+                )
+        return folded
 
     @staticmethod
     def _options(settings: Namespace) -> Dict[str, Any]:
@@ -147,7 +167,11 @@ class Placement:
             )
 
     def create(self, site: str, dim: int) -> Norm:
-        """A new norm for ``site`` over ``dim`` channels."""
+        """A new norm for ``site`` over ``dim`` channels, or what stays of it where it is folded."""
+        return folding.remainder(self.create_unfolded(site, dim), self.folded.get(site))
+
+    def create_unfolded(self, site: str, dim: int) -> Norm:
+        """A new norm for ``site`` as the model was trained with."""
         name = self.names[site]
         options = dict(self.options)
         if name in ("power", "power_v"):
@@ -165,6 +189,8 @@ class Placement:
             text += f"; warm-up {self.warmup_updates} updates"
             if "warmup_updates" in accepted_options(self.names.get("encoder_final", "none")):
                 text += f", final encoder norm {self.warmup_updates_final}"
+        if self.folded:
+            text += f"; folded for inference: {', '.join(self.folded)}"
         return text
 
 

@@ -10,6 +10,7 @@ from fairseq.models.transformer.transformer_base import TransformerModelBase
 from torch import Tensor, nn
 
 from powernorm_fairseq.models.config import add_flags, flat_settings, run_setting, run_warmup_updates
+from powernorm_fairseq.models.folding import fold_post_norm, refuse_training, with_bias
 from powernorm_fairseq.models.layers import NormDecoderLayer, NormEncoderLayer, initialise, token_scope, wrapped
 from powernorm_fairseq.models.placement import Placement, batch_first
 from powernorm_fairseq.norms import NORMS, RunningNorm
@@ -30,6 +31,8 @@ class NormEncoder(TransformerEncoderBase):
         super().__init__(cfg, dictionary, embed_tokens, return_fc)
         if self.layer_norm is not None:
             self.layer_norm = cfg.placement.create("encoder_final", cfg.encoder.embed_dim)
+        if not cfg.encoder.normalize_before:
+            fold_post_norm(self.layers, cfg.placement, "encoder", cfg.encoder.embed_dim)
         if self.layernorm_embedding is not None:
             self.layernorm_embedding = batch_first(cfg.placement.create("encoder_embedding", cfg.encoder.embed_dim))
 
@@ -51,11 +54,21 @@ class NormDecoder(TransformerDecoderBase):
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn=no_encoder_attn)
         if self.layer_norm is not None:
             self.layer_norm = cfg.placement.create("decoder_final", self.embed_dim)
+        if not cfg.decoder.normalize_before:
+            fold_post_norm(self.layers, cfg.placement, "decoder", self.embed_dim)
+        if cfg.placement.folded.get("decoder_final") == "linear":
+            with_bias(self.output_projection if self.project_out_dim is None else self.project_out_dim)
         if self.layernorm_embedding is not None:
             self.layernorm_embedding = batch_first(cfg.placement.create("decoder_embedding", self.embed_dim))
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
         return wrapped(NormDecoderLayer(cfg, no_encoder_attn), cfg)
+
+    def train(self, mode: bool = True) -> "NormDecoder":
+        if mode:
+            refuse_training(self.cfg.placement.folded)
+        super().train(mode)
+        return self
 
     def extract_features(
         self, prev_output_tokens: Tensor, encoder_out: Any, incremental_state: Any = None, *args: Any, **kwargs: Any
@@ -76,11 +89,14 @@ def refuse_shared_widths(settings: Namespace, shared: bool) -> None:
         )
 
 
+def default_norms(settings: Namespace, published: Mapping[str, str]) -> Mapping[str, str]:
+    """The norm of each stack where a site names none: ``--norm`` in the models that have it."""
+    return {stack: settings.norm for stack in published} if hasattr(settings, "norm") else published
+
+
 def placed(cfg: Any, settings: Namespace, published: Mapping[str, str]) -> Placement:
     """The placement that a model's config asks for; logged, since it decides what is being measured."""
-    if hasattr(settings, "norm"):
-        published = {stack: settings.norm for stack in published}
-    placement = Placement(settings, published, run_warmup_updates(cfg))
+    placement = Placement(settings, default_norms(settings, published), run_warmup_updates(cfg))
     logger.info("norms: " + placement.describe())
     running = sorted({name for name in placement.names.values() if issubclass(NORMS[name], RunningNorm)})
     if running:

@@ -356,6 +356,10 @@ def main(args: argparse.Namespace) -> int:
     site, norm = max(len(row.site) for row in rows), max(len(row.norm) for row in rows)
     for row in rows:
         print(f"{row.site:{site}}  {row.number:>2} {row.norm:{norm}}  {row.done}")
-    changed = sum(row.number for row in rows if not row.done.startswith("stays"))
-    print(f"{args.output}: {changed} of {sum(row.number for row in rows)} norms folded; for inference alone")
+    stay, total = sum(row.number for row in rows if row.done.startswith("stays")), sum(row.number for row in rows)
+    words = "no norm folds, the model is as it was"
+    if stay < total:
+        words = f"{total - stay} of {total} norms folded" if stay else f"all {total} norms folded"
+        words += "; for inference, training goes on with the checkpoint that was given"
+    print(f"{args.output}: {words}")
     return 0

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from powernorm_fairseq.norms.base import Norm, TokenNorm, divisor
 from powernorm_fairseq.norms.batch import BatchNorm
+from powernorm_fairseq.norms.functional import group_rms_scale
 from powernorm_fairseq.norms.none import NoNorm
 from powernorm_fairseq.norms.power import PowerNorm, PowerNormV
 from powernorm_fairseq.norms.rms import RMSNorm, ScaleNorm
-from powernorm_fairseq.norms.rows import compute_dtype
 
 
 class Constants(NamedTuple):
@@ -75,11 +75,8 @@ class ConstantNorm(TokenNorm):
 
     def normalize_tokens(self, x: Tensor) -> Tensor:
         if self.groups:
-            # A decoder step has few rows: here the number of calls decides, not passes over memory.
-            parts = x.unflatten(-1, (self.groups, self.dim // self.groups))
-            length = torch.linalg.vector_norm(parts.to(compute_dtype(x)), dim=-1, keepdim=True)
-            scale = length.square_().mul_(self.groups / self.dim).add_(self.eps).rsqrt_()
-            x = (parts * scale).to(x.dtype).flatten(-2)
+            return group_rms_scale(x, self.groups, self.eps, self.gain, self.shift)
+        # A decoder step has few rows, where a call costs more than what it computes.
         return x if self.gain is None or self.shift is None else torch.addcmul(self.shift, x, self.gain)
 
     def extra_repr(self) -> str:

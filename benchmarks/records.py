@@ -109,6 +109,12 @@ def in_words(record: Dict[str, Any]) -> str:
         parts.append(f"{time['median'] * 1e3:.3f} ms ({time['low'] * 1e3:.3f} to {time['high'] * 1e3:.3f})")
     if "ratio" in record:
         parts.append(f"{record['ratio']['median']:.3f} of LayerNorm's")
+    if "adds" in record:
+        parts.append(
+            f"adds {record['adds']['median']:.4f} ({record['adds']['low']:.4f} to {record['adds']['high']:.4f})"
+        )
+    if "rate" in record and "median" in record["rate"]:
+        parts.append(f"{record['rate']['median']:.3f} of LayerNorm's tokens/s")
     if "roofline" in record:
         parts.append(f"{record['roofline']:.2f} of the roofline")
     if "peak_memory" in record:

@@ -117,7 +117,12 @@ def test_the_readme_shows_the_latest_machine(folder):
         [norm_record(ratio=0.7, device="cuda", path="gpu", circumstances=around(date="2026-02-02", gpus=["A GPU"]))]
     )
     text = tables.summary(records.load(folder))
-    assert "2 cores of A Processor, A GPU" in text and "0.70" in text and tables.NO_GPU not in text
+    assert (
+        "Missed" not in text
+        and "2 cores of A Processor, A GPU" in text
+        and "0.70" in text
+        and tables.NO_GPU not in text
+    )
     readme = tables.put_into(f"a\n{tables.BEGIN}\nold\n{tables.END}\nb\n", "new")
     assert readme == f"a\n{tables.BEGIN}\n\nnew\n\n{tables.END}\nb\n"
     assert tables.put_into(readme, "new") == readme

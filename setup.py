@@ -5,6 +5,7 @@ import platform
 import re
 import shutil
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,28 +48,78 @@ class BuildKernels(build_ext):
         return str(Path(*fullname.split("."))) + ".so"  # it has nothing to do with this version of Python
 
     def build_extension(self, ext):
-        prebuilt = os.environ.get("POWERNORM_KERNELS")  # scripts/setup-venv.sh keeps the library of unchanged sources
-        if prebuilt:
-            path = Path(self.get_ext_fullpath(ext.name))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(prebuilt, path)
-            return
+        library = Path(self.get_ext_fullpath(ext.name))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        if not self.kept(library):
+            reason = self.attempts(ext, library)
+            if reason:
+                print(
+                    "powernorm_fairseq: the fused CPU kernels are left out (no C++ compiler that can build them: "
+                    f"{reason}); norms will run in plain PyTorch, several times slower on CPUs",
+                    file=sys.stderr,
+                )
+                return
+        try:
+            self.build_binding(library)
+        except Exception as error:
+            print(
+                f"powernorm_fairseq: the kernels' C++ binding is left out ({error}); calls take longer through Python",
+                file=sys.stderr,
+            )
+
+    def kept(self, path):
+        """Whether scripts/setup-venv.sh has kept this library of unchanged sources."""
+        folder = os.environ.get("POWERNORM_KERNELS")
+        if not folder or not (Path(folder) / path.name).exists():
+            return False
+        shutil.copy(Path(folder) / path.name, path)
+        return True
+
+    def attempts(self, ext, library):
+        """Builds the library, with fewer wishes each time; None, or why it failed first."""
         x86 = platform.machine().lower() in ("x86_64", "amd64")
         reason = None
         for builds in [X86_BUILDS, PORTABLE] if x86 else [PORTABLE]:
             for optimization in OPTIMIZATION:
                 try:
-                    self.build_library(ext, builds, optimization)
-                    return
+                    self.build_library(ext, library, builds, optimization)
+                    return None
                 except Exception as error:  # whatever a compiler does, the package works without
                     reason = reason or error
-        print(
-            f"powernorm_fairseq: the fused CPU kernels are left out (no C++ compiler that can build them: {reason}); "
-            "norms will run in plain PyTorch, several times slower on CPUs",
-            file=sys.stderr,
+        return reason
+
+    def build_binding(self, library):
+        """Differentiable functions for the torch at hand; an isolated build has none."""
+        try:
+            import torch
+            from torch.utils import cpp_extension
+        except ImportError:
+            return
+        if not hasattr(torch.library, "register_autograd"):  # before torch 2.4 its headers want another C++
+            return
+        name = "_binding_" + re.sub(r"\W", "_", torch.__version__)
+        path = library.with_name(name + sysconfig.get_config_var("EXT_SUFFIX"))
+        if self.kept(path):
+            return
+        folders = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+        objects = self.compiler.compile(
+            [f"{KERNELS}/csrc/binding.cpp"],
+            output_dir=str(Path(self.build_temp) / "binding"),
+            include_dirs=folders,
+            macros=[("TORCH_EXTENSION_NAME", name), ("TORCH_API_INCLUDE_EXTENSION_H", None)],
+            extra_postargs=["-std=c++20", "-fPIC", "-g0", "-O2", "-fvisibility=hidden"],
+        )
+        origin = "@loader_path" if sys.platform == "darwin" else "$ORIGIN"
+        self.compiler.link_shared_object(
+            [*objects, str(library)],
+            str(path),
+            library_dirs=cpp_extension.library_paths(),
+            libraries=["c10", "torch_cpu", "torch", "torch_python"],
+            extra_postargs=[f"-Wl,-rpath,{origin}"],
+            target_lang="c++",
         )
 
-    def build_library(self, ext, builds, optimization):
+    def build_library(self, ext, library, builds, optimization):
         def compiled(source, folder, *flags):
             return self.compiler.compile(
                 [f"{KERNELS}/csrc/{source}"],
@@ -94,19 +145,28 @@ class BuildKernels(build_ext):
             ]
             objects = [path for job in jobs for path in job.result()]
         libraries = ["dl", "pthread"] if sys.platform.startswith("linux") else []
-        path = Path(self.get_ext_fullpath(ext.name))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.compiler.link_shared_object(objects, str(path), libraries=libraries, target_lang="c++")
+        soname = [] if sys.platform == "darwin" else ["-Wl,-soname,_native.so"]  # the binding finds it beside itself
+        self.compiler.link_shared_object(
+            objects, str(library), libraries=libraries, extra_postargs=soname, target_lang="c++"
+        )
+
+    def copy_extensions_to_source(self):
+        super().copy_extensions_to_source()
+        for path in (Path(self.build_lib) / KERNELS).glob("_binding_*"):
+            shutil.copy(path, ROOT / KERNELS)
 
     def get_outputs(self):
-        return [path for path in super().get_outputs() if Path(path).exists()]
+        folders = {Path(path).parent for path in super().get_outputs()}
+        return [str(path) for folder in folders for path in folder.glob("_*.so")]
 
 
 class PlatformWheel(bdist_wheel):
-    """The library needs a platform, but no version of Python."""
+    """The library needs a platform, but no version of Python; the binding needs that too."""
 
     def get_tag(self):
-        return ("py3", "none", super().get_tag()[2])
+        tag = super().get_tag()
+        bound = any(Path(self.bdist_dir or "").rglob("_binding_*"))
+        return tag if bound else ("py3", "none", tag[2])
 
 
 setup(
@@ -122,7 +182,7 @@ setup(
         Extension(
             f"{KERNELS}/_native".replace("/", "."),
             [f"{KERNELS}/csrc/native.cpp", f"{KERNELS}/csrc/passes.cpp"],
-            depends=[f"{KERNELS}/csrc/passes.h"],
+            depends=[f"{KERNELS}/csrc/{name}" for name in ("passes.h", "native.h")],
             language="c++",
         )
     ],

@@ -87,17 +87,21 @@ installed() { [ "$(cat "$venv/.installed-$1" 2>/dev/null)" = "$2" ]; }
 requirements="$(checksum setup.py pyproject.toml) torch $TORCH"
 sources=$(checksum powernorm_fairseq)
 kernels=powernorm_fairseq/norms/kernels
-kernel_sources=$(checksum setup.py $kernels/csrc)
 if whole && installed requirements "$requirements" && installed sources "$sources"; then
   exit 0
 fi
 
-kernel_library() {
-  (cd / && "$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))') | sed "s|$|/$kernels/_native.so|"
+kernel_folder() {
+  (cd / && "$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))') | sed "s|$|/$kernels|"
+}
+# What the compiled kernels are made of; the binding among them fits one version of torch.
+kernel_sources() {
+  checksum setup.py $kernels/csrc
+  "$venv/bin/python" -c 'from importlib.metadata import version; print("torch", version("torch"))'
 }
 note_kernels() {
-  if [ -e "$(kernel_library)" ]; then
-    echo "$kernel_sources" >"$venv/.installed-kernels"
+  if [ -e "$(kernel_folder)/_native.so" ]; then
+    kernel_sources >"$venv/.installed-kernels"
   else
     rm -f "$venv/.installed-kernels"
     say "the norms' CPU kernels could not be built (no C++ compiler? Debian, Ubuntu: apt-get install g++); norms" \
@@ -134,11 +138,11 @@ fi
 if ! installed sources "$sources"; then
   say "installing powernorm_fairseq"
   rm -f "$venv/.installed-sources"
-  # Compiling the kernels takes most of a minute, so the library of sources that have not changed is used again.
-  library=$(kernel_library)
-  if installed kernels "$kernel_sources" && [ -e "$library" ]; then
-    cp "$library" "$copy/kept.so"
-    export POWERNORM_KERNELS=$copy/kept.so
+  # Compiling the kernels takes a minute or two, so libraries of sources that have not changed are used again.
+  if installed kernels "$(kernel_sources)"; then
+    mkdir "$copy/kept"
+    find "$(kernel_folder)" -name '_*.so' -exec cp {} "$copy/kept" \;
+    export POWERNORM_KERNELS=$copy/kept
   fi
   pip_install --no-deps --no-build-isolation --force-reinstall "$copy"
   note_kernels

@@ -7,9 +7,11 @@ each channel group of a token, without it (``groups=0``) h = x.
 Statistics are computed in float32, in float64 for float64 input, and cast once at the end. What backward passes keep is
 the input, one number per token and group, and channel vectors.
 
-Where ``torch.compile`` traces, the same functions appear as operators (``norms.operators``).
+Each is an autograd function in Python. Where the binding of the CPU kernels was built, that is the same in C++ and
+costs less per call; where ``torch.compile`` traces, the same functions appear as operators (``norms.operators``).
 """
 
+import ctypes
 from typing import Any, Callable, Optional, Tuple
 
 import torch
@@ -18,7 +20,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from powernorm_fairseq.norms import formulas, kernels, operators
+from powernorm_fairseq.norms import formulas, kernels, loss_scale, operators
+from powernorm_fairseq.norms.loss_scale import get_gradient_scale
 from powernorm_fairseq.norms.rows import (
     any_nonzero,
     compute_dtype,
@@ -32,6 +35,9 @@ from powernorm_fairseq.norms.rows import (
 
 Record = Callable[[Tensor], None]
 Watch = Callable[..., None]
+
+_ONE = ctypes.c_double(1.0)
+_ONE_ADDRESS = ctypes.addressof(_ONE)
 
 
 def _flat(x: Tensor, padding: Optional[Tensor]) -> Tuple[Tensor, Optional[Tensor]]:
@@ -90,6 +96,9 @@ def group_rms_scale(
         x: (..., C).
         weight, bias, factor, shift: (C,) or None.
     """
+    binding = kernels.binding(x)
+    if binding is not None:
+        return binding.group_rms_scale(x, weight, bias, padding, groups, eps, factor, shift)
     rows, flat = _flat(x, padding)
     arguments = (rows, weight, bias, flat, groups, eps, factor, shift)
     if operators.tracing():
@@ -119,7 +128,9 @@ class _PowerNorm(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, bias, padding, s, stats, nu = ctx.saved_tensors
-        grads = formulas.power_norm_backward(x, dy, weight, padding, s, stats, nu, ctx.scale(), ctx.needs_input_grad[0])
+        grads = formulas.power_norm_backward(
+            x, dy, weight, padding, s, stats, nu, 1.0 if ctx.scale is None else ctx.scale(), ctx.needs_input_grad[0]
+        )
         if ctx.record is not None:
             ctx.record(grads.contribution)
         return (grads.dx, _like(grads.dweight, weight), _like(grads.dbias, bias)) + (None,) * 10
@@ -137,7 +148,7 @@ def power_norm(
     use_batch_psi: bool = False,
     released: bool = False,
     record: Optional[Record] = None,
-    gradient_scale: Callable[[], float] = lambda: 1.0,
+    gradient_scale: Optional[Callable[[], float]] = None,
     workers: Any = None,
     token: Optional[Tensor] = None,
 ) -> Tensor:
@@ -157,11 +168,17 @@ def power_norm(
         record: called in the backward pass with what it adds to the running statistics: the sums of h^2, xhat^2 and
             g * xhat over real tokens (:func:`norms.formulas.contribution`).
         gradient_scale: asked in the backward pass for the factor by which gradients are scaled; the last sum is divided
-            by it and ``nu`` is multiplied by it.
+            by it and ``nu`` is multiplied by it; None for 1.
         workers: the batch's quadratic mean, where one is used, is that of the batches of all these workers together
             (``norms.running.Workers``); the forward pass then has a collective.
         token: names the norm to the operator that stands for ``record`` where ``torch.compile`` traces.
     """
+    binding = kernels.binding(x) if workers is None else None
+    if binding is not None and gradient_scale in (None, get_gradient_scale):
+        where = _ONE_ADDRESS if gradient_scale is None else loss_scale.ADDRESS
+        return binding.power_norm(
+            x, weight, bias, padding, psi_sq, nu, groups, eps, use_batch_psi, released, record, where
+        )
     rows, flat = _flat(x, padding)
     if operators.tracing() and workers is None:
         y = operators.power_norm(rows, weight, bias, flat, psi_sq, nu, token, groups, eps, use_batch_psi, released)
@@ -227,8 +244,12 @@ def power_norm_v(
             live says whether any upstream gradient was not zero.
         token: see :func:`power_norm`; there is none for ``watch``.
     """
+    alone = workers is None and watch is None
+    binding = kernels.binding(x) if alone else None
+    if binding is not None:
+        return binding.power_norm_v(x, weight, bias, padding, groups, eps, record)
     rows, flat = _flat(x, padding)
-    if operators.tracing() and workers is None and watch is None:
+    if operators.tracing() and alone:
         return operators.power_norm_v(rows, weight, bias, flat, token, groups, eps).view(x.shape)
     return _PowerNormV.apply(rows, weight, bias, flat, groups, eps, record, workers, watch).view(x.shape)
 
@@ -283,8 +304,12 @@ def batch_norm(
             over real tokens.
         token: see :func:`power_norm`; there is none for ``watch``.
     """
+    alone = workers is None and watch is None
+    binding = kernels.binding(x) if alone else None
+    if binding is not None:
+        return binding.batch_norm(x, weight, bias, padding, groups, eps, record)
     rows, flat = _flat(x, padding)
-    if operators.tracing() and workers is None and watch is None:
+    if operators.tracing() and alone:
         return operators.batch_norm(rows, weight, bias, flat, token, groups, eps).view(x.shape)
     return _BatchNorm.apply(rows, weight, bias, flat, groups, eps, record, workers, watch).view(x.shape)
 
@@ -337,6 +362,9 @@ class _Standardize(Function):
 
 
 def _standardized(x: Tensor, *options: Any) -> Tensor:
+    binding = kernels.binding(x)
+    if binding is not None:
+        return binding.standardize(x, *options)
     apply = operators.standardize if operators.tracing() else _Standardize.apply
     return apply(_flat(x, None)[0], *options).view(x.shape)
 

@@ -273,7 +273,6 @@ class RunningNorm(Norm):
         """Takes what :meth:`give_pending` gave, added up over the workers; it is asked for when it is absorbed."""
         self._added_up = total
 
-    @torch.no_grad()
     def commit(self) -> None:
         """Ends the update that is being gathered: absorbs what is pending, if anything is.
 
@@ -291,22 +290,31 @@ class RunningNorm(Norm):
             pending, self._pending = self._pending, None
         if pending is None:
             return
-        pending = pending.to(self.updates_tracked.device)
         if self.watched:
-            self.seen, self._gradients = self.compare(*self._parts(pending), self._gradients), None
+            self._compare(pending)
         self._constants = None  # a fused implementation changes tensors without their noticing
         fused = kernels.fused(pending)
-        if not (hasattr(fused, "absorb") and self.absorb_fused(fused.absorb, pending)):
-            count, sums = self._parts(pending)
-            self.absorb(count, sums)
-            self.updates_tracked.add_(count > 0)
-            self.updates_skipped.add_(pending[0] > 0)
+        if not hasattr(fused, "absorb") or not self.absorb_fused(fused.absorb, pending):
+            self._absorb(pending)
         if self._stated_updates is None:
             self._own_updates = int(self.updates_tracked)
 
-    def _parts(self, contribution: Tensor) -> Tuple[Tensor, Tensor]:
-        """Count () and sums (K, C)."""
-        return contribution[1], contribution[2:].view(-1, self.dim)
+    def _parts(self, contribution: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        """dropped (), count () and sums (K, C), where the norm is."""
+        contribution = contribution.to(self.updates_tracked.device)
+        return contribution[0], contribution[1], contribution[2:].view(-1, self.dim)
+
+    @torch.no_grad()
+    def _absorb(self, contribution: Tensor) -> None:
+        dropped, count, sums = self._parts(contribution)
+        self.absorb(count, sums)
+        self.updates_tracked.add_(count > 0)
+        self.updates_skipped.add_(dropped > 0)
+
+    @torch.no_grad()
+    def _compare(self, contribution: Tensor) -> None:
+        _, count, sums = self._parts(contribution)
+        self.seen, self._gradients = self.compare(count, sums, self._gradients), None
 
     def discard_pending(self) -> None:
         """Forgets what was gathered since the last commit: the update failed and will be tried again."""

@@ -46,6 +46,11 @@ def fused(x: Tensor) -> Any:
     return None if name is None else _loaded[name] if name in _loaded else available(name)
 
 
+def binding(x: Tensor) -> Any:
+    """The differentiable functions in C++ for ``x``, or None where there are none."""
+    return getattr(fused(x), "binding", None)
+
+
 @contextmanager
 def use(choice: str) -> Iterator[None]:
     """For tests and benchmarks: within this context norms run by the implementation that ``choice`` names.

@@ -9,7 +9,9 @@ Functions here have the names, arguments and results of the plain implementation
 """
 
 import ctypes
+import importlib
 import logging
+import re
 from pathlib import Path
 from typing import Any, Optional, Sequence, Tuple
 
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("_native.so")
 ABI = 1
+# A binding fits the torch that it was built with, so that its name says which this is.
+BINDING = "_binding_" + re.sub(r"\W", "_", torch.__version__)
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 INSTRUCTIONS = ("portable", "avx2", "avx512")
 
@@ -64,7 +68,18 @@ def load(path: Path = LIBRARY) -> Any:
     return None
 
 
+def load_binding() -> Any:
+    """The differentiable functions in C++ (csrc/binding.cpp), or None where they were not built with this torch."""
+    if library is None:
+        return None
+    try:
+        return importlib.import_module(f"{__package__}.{BINDING}")
+    except ImportError:  # autograd functions in Python do the same
+        return None
+
+
 library = load()
+binding = load_binding()
 
 
 def usable() -> bool:
@@ -306,10 +321,14 @@ def absorb(
     Returns:
         False if the library cannot do it; nothing has changed then.
     """
-    dtype, channels = statistics[0].dtype, statistics[0].shape[0]
-    tensors = (contribution, *counters, *statistics)
-    fits = dtype in (torch.float32, torch.float64) and contribution.dtype == torch.float64
-    if not fits or any(t.device.type != "cpu" or t.dtype != dtype or not t.is_contiguous() for t in tensors[1:]):
+    first = statistics[0]
+    dtype = first.dtype
+    if not first.is_cpu or dtype not in (torch.float32, torch.float64) or contribution.dtype != torch.float64:
         return False
-    getattr(library, f"powernorm_{name}_absorb")(TYPES[dtype], channels, *numbers, *map(_at, tensors))
+    pointers = [contribution.data_ptr()]
+    for tensor in (*counters, *statistics):
+        if tensor.dtype != dtype or not tensor.is_contiguous():
+            return False
+        pointers.append(tensor.data_ptr())
+    getattr(library, f"powernorm_{name}_absorb")(TYPES[dtype], first.shape[0], *numbers, *pointers)
     return True

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from powernorm_fairseq.norms import create_norm, formulas, kernels, rows
+from powernorm_fairseq.norms import RunningNorm, create_norm, formulas, gradient_scale, kernels, rows
 from powernorm_fairseq.norms import functional as F
 from tests.norms.helpers import RUNNING, Batches, close, make, step
 
@@ -184,6 +184,51 @@ def test_all_numbers_of_16_bits_pass_unchanged_and_products_are_rounded_to_the_n
         y, wanted = F.group_rms_scale(x, 0, weight=weight), (x.float() * weight).to(dtype)
         assert torch.equal(y.isnan(), wanted.isnan())
         assert torch.equal(y[~y.isnan()], wanted[~y.isnan()])
+
+
+def train(norm, updates=3):
+    values = []
+    for update in range(updates):
+        norm.set_num_updates(update) if isinstance(norm, RunningNorm) else None
+        x, dy, mask, *_ = Batches(update).draw()
+        with gradient_scale(4.0):
+            values += step(norm, x, dy, mask)
+        values += [p.grad for p in norm.parameters()]
+    norm.eval()
+    frozen = step(norm, x.nan_to_num(0), dy.nan_to_num(0), None)
+    return [*values, *frozen, *[p.grad for p in norm.parameters()], *norm.state_dict().values()]
+
+
+@pytest.mark.skipif(native is None or native.binding is None, reason="the binding is not built")
+@pytest.mark.parametrize("name", [*RUNNING, "ada", "detach", "rms", "scale"])
+@pytest.mark.parametrize("groups", [0, 2])
+def test_the_binding_gives_the_bits_of_the_functions_in_python(monkeypatch, name, groups):
+    with kernels.use("native"):
+        bound = train(make(name, groups=groups))
+        monkeypatch.setattr(native, "binding", None)
+        for one, wanted in zip(bound, train(make(name, groups=groups))):
+            assert torch.equal(one, wanted)
+
+
+@pytest.mark.skipif(native is None or native.binding is None, reason="the binding is not built")
+@pytest.mark.parametrize("name", [*RUNNING, "ada", "rms"])
+def test_gradients_of_gradients_are_an_error_in_the_binding_too(name):
+    norm = make(name)
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    with kernels.use("native"):
+        (dx,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiat"):
+            dx.sum().backward()
+
+
+@pytest.mark.skipif(native is None or native.binding is None, reason="the binding is not built")
+def test_an_error_while_recording_reaches_the_caller_of_backward(monkeypatch):
+    norm = make("power")
+    monkeypatch.setattr(norm, "record", lambda row: 1 / 0)
+    with kernels.use("native"):
+        y = norm(torch.randn(4, 6, dtype=torch.float64, requires_grad=True))
+        with pytest.raises(ZeroDivisionError):
+            y.sum().backward()
 
 
 def test_strides_do_not_matter():

@@ -15,6 +15,7 @@
 #include <dlfcn.h>
 #endif
 
+#include "native.h"
 #include "passes.h"
 
 namespace {
@@ -597,8 +598,6 @@ void batch_absorb(const double* row, int64_t channels, T* mean, T* var, T* const
 }  // namespace
 
 // ---- the interface -----------------------------------------------------------------------------------------------
-//
-// `type` is a StorageType; all vectors and s have the type of the arithmetic. Returns 0, or 1 for want of memory.
 
 #define FOR_ARITHMETIC(function, ...) \
   try {                               \
@@ -611,14 +610,7 @@ void batch_absorb(const double* row, int64_t channels, T* mean, T* var, T* const
   }                                   \
   return 0
 
-#if defined(__GNUC__)
-#define PUBLIC __attribute__((visibility("default")))
-#else
-#define PUBLIC
-#endif
 #define SHAPE Shape{rows, channels, groups, padding, threads}
-#define SHAPE_ARGUMENTS \
-  int type, int threads, int64_t rows, int64_t channels, int64_t groups, double eps, const uint8_t* padding
 
 extern "C" {
 

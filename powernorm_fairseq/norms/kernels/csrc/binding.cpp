@@ -1,0 +1,300 @@
+// The norms as differentiable functions in C++: what norms/functional.py does by autograd functions in Python, for the
+// same library. It serves a training step of few tokens, where Python takes longer than the arithmetic. It fits the
+// version of torch that it was built with only, and is left out where there is none.
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/extension.h>
+
+#include "native.h"
+
+namespace {
+
+using torch::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+namespace py = pybind11;
+
+int type_of(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case torch::kFloat32: return 0;
+    case torch::kFloat64: return 1;
+    case torch::kBFloat16: return 2;
+    default: return 3;
+  }
+}
+
+torch::TensorOptions computing(const Tensor& x) {
+  return torch::TensorOptions().dtype(x.scalar_type() == torch::kFloat64 ? torch::kFloat64 : torch::kFloat32);
+}
+
+const void* at(const Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr() : nullptr; }
+void* to(const Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr() : nullptr; }
+
+// (C,) in the type of the arithmetic; stays undefined.
+Tensor vector(const Tensor& v, const Tensor& x) {
+  return v.defined() ? v.detach().to(computing(x).dtype()).contiguous() : v;
+}
+
+Tensor like(const Tensor& gradient, const Tensor& parameter) {
+  return parameter.defined() ? gradient.to(parameter.scalar_type()) : Tensor();
+}
+
+using Maybe = std::optional<Tensor>;
+
+Tensor given(const Maybe& tensor) { return tensor ? *tensor : Tensor(); }
+
+bool wants(const Maybe& tensor) { return tensor && tensor->requires_grad(); }
+
+Tensor rows_of(const Tensor& x) { return x.detach().reshape({-1, x.size(-1)}).contiguous(); }
+Tensor flat(const Tensor& padding) { return padding.defined() ? padding.reshape(-1).contiguous() : padding; }
+
+Tensor scales(const Tensor& rows, int64_t groups) {
+  return groups ? torch::empty({rows.size(0), groups}, computing(rows)) : Tensor();
+}
+
+void check(int result) { TORCH_CHECK(result == 0, "no memory for the sums of a norm's kernel"); }
+
+#define SHAPE(rows, padding, groups, eps)                                                               \
+  type_of(rows), at::get_num_threads(), rows.size(0), rows.size(1), groups, eps, \
+      static_cast<const uint8_t*>(at(padding))
+
+// A function of Python that the backward pass calls with what it adds to the running statistics.
+struct Recorder : torch::CustomClassHolder {
+  py::object record;
+  explicit Recorder(py::object function) : record(std::move(function)) {}
+  ~Recorder() override {
+    py::gil_scoped_acquire gil;
+    record = py::object();
+  }
+};
+
+void keep(AutogradContext* context, const py::object& record) {
+  if (!record.is_none())
+    context->saved_data["record"] = c10::IValue::make_capsule(c10::make_intrusive<Recorder>(record));
+}
+
+void recorded(AutogradContext* context, const Tensor& contribution) {
+  const auto found = context->saved_data.find("record");
+  if (found == context->saved_data.end()) return;
+  py::gil_scoped_acquire gil;
+  c10::static_intrusive_pointer_cast<Recorder>(found->second.toCapsule())->record(contribution);
+}
+
+// What of the gradients can be had of these cannot: gradients of gradients. They get an error when they are asked for.
+variable_list once(variable_list gradients) {
+  if (!torch::GradMode::is_enabled()) return gradients;
+  const auto error = std::make_shared<torch::autograd::DelayedError>(
+      "trying to differentiate twice a function that is differentiable once only", gradients.size());
+  for (Tensor& gradient : gradients)
+    if (gradient.defined()) gradient = gradient.detach().requires_grad_();
+  return (*error)(std::move(gradients));
+}
+
+struct Sums {
+  Tensor weight, bias;
+  explicit Sums(const Tensor& rows)
+      : weight(torch::empty(rows.size(1), computing(rows))), bias(torch::empty(rows.size(1), computing(rows))) {}
+};
+
+Tensor contribution_of(const Tensor& rows, int64_t sums) {
+  return torch::empty(2 + sums * rows.size(1), torch::kFloat64);
+}
+
+struct GroupRMSScale : torch::autograd::Function<GroupRMSScale> {
+  static Tensor forward(
+      AutogradContext* context, const Tensor& x, const Maybe& weight, const Maybe& bias, const Maybe& padding,
+      int64_t groups, double eps, const Maybe& factor, const Maybe& shift) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    const Tensor rows = rows_of(x), mask = flat(given(padding)), a = vector(given(factor), x), centre = vector(given(shift), x);
+    const Tensor gain = vector(given(weight), x), offset = vector(given(bias), x), s = scales(rows, groups), y = torch::empty_like(rows);
+    check(powernorm_forward_pass(
+        SHAPE(rows, mask, groups, eps), at(rows), nullptr, to(s), at(a), at(gain), at(offset), at(centre), to(y),
+        nullptr));
+    context->save_for_backward({rows, given(weight), given(bias), mask, s, a, centre});
+    context->saved_data["wants_dx"] = x.requires_grad();
+    context->saved_data["wants_sums"] = wants(weight) || wants(bias);
+    return y.view(x.sizes());
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list outputs) {
+    const auto kept = context->get_saved_variables();
+    const Tensor &rows = kept[0], &weight = kept[1], &bias = kept[2], &mask = kept[3], &s = kept[4], &factor = kept[5];
+    variable_list gradients(8);
+    {
+      torch::NoGradGuard no_grad;
+      const Tensor dy = rows_of(outputs[0]), gain = vector(weight, rows);
+      const Tensor a = !factor.defined() ? gain : gain.defined() ? factor * gain : factor;
+      const Tensor dx = context->saved_data["wants_dx"].toBool() ? torch::empty_like(rows) : Tensor();
+      const bool want_sums = context->saved_data["wants_sums"].toBool();
+      const Sums sums(rows);
+      check(powernorm_backward_pass(
+          SHAPE(rows, mask, s.defined() ? s.size(1) : 0, 0), at(rows), at(dy), at(s), at(a), nullptr, nullptr,
+          at(kept[6]), to(dx), want_sums ? to(sums.bias) : nullptr, want_sums ? to(sums.weight) : nullptr));
+      if (dx.defined()) gradients[0] = dx.view(outputs[0].sizes());
+      if (want_sums) {
+        gradients[1] = like(factor.defined() ? sums.weight * factor : sums.weight, weight);
+        gradients[2] = like(sums.bias, bias);
+      }
+    }
+    return once(std::move(gradients));
+  }
+};
+
+struct PowerNorm : torch::autograd::Function<PowerNorm> {
+  static Tensor forward(
+      AutogradContext* context, const Tensor& x, const Maybe& weight, const Maybe& bias, const Maybe& padding,
+      const Tensor& psi_sq, const Tensor& nu, int64_t groups, double eps, bool use_batch_psi, bool released,
+      const py::object& record, int64_t scale) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    const Tensor rows = rows_of(x), mask = flat(given(padding)), psi = vector(psi_sq, x), gain = vector(given(weight), x);
+    const Tensor offset = vector(given(bias), x), s = scales(rows, groups), y = torch::empty_like(rows);
+    const Tensor stats = torch::empty({4, rows.size(1)}, computing(rows));
+    // The last row is a copy of nu: until the backward pass the norm may have absorbed another update.
+    stats[3].copy_(nu);
+    check(powernorm_power_forward(
+        SHAPE(rows, mask, groups, eps), use_batch_psi, released, at(rows), at(psi), at(gain), at(offset), to(y), to(s),
+        to(stats)));
+    context->save_for_backward({rows, given(weight), given(bias), mask, s, stats});
+    context->saved_data["scale"] = scale;
+    keep(context, record);
+    context->saved_data["wants_dx"] = x.requires_grad();
+    return y.view(x.sizes());
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list outputs) {
+    const auto kept = context->get_saved_variables();
+    const Tensor &rows = kept[0], &weight = kept[1], &bias = kept[2], &mask = kept[3], &s = kept[4], &stats = kept[5];
+    variable_list gradients(12);
+    {
+      torch::NoGradGuard no_grad;
+      const double scale = *reinterpret_cast<const double*>(context->saved_data["scale"].toInt());
+      const Tensor dy = rows_of(outputs[0]), gain = vector(weight, rows), dx = torch::empty_like(rows);
+      const Tensor row = contribution_of(rows, 3), nu = stats[3];
+      const Sums sums(rows);
+      check(powernorm_power_backward(
+          SHAPE(rows, mask, s.defined() ? s.size(1) : 0, 0), scale, at(rows), at(dy), at(s), at(stats), at(nu),
+          at(gain), to(dx), to(sums.weight), to(sums.bias), static_cast<double*>(to(row))));
+      recorded(context, row);
+      if (context->saved_data["wants_dx"].toBool()) gradients[0] = dx.view(outputs[0].sizes());
+      gradients[1] = like(sums.weight, weight);
+      gradients[2] = like(sums.bias, bias);
+    }
+    return once(std::move(gradients));
+  }
+};
+
+// PN-V and BatchNorm: batch statistics with the exact gradient.
+using Forward = decltype(powernorm_batch_forward);
+using Backward = decltype(powernorm_batch_backward);
+
+template <Forward* FORWARD, Backward* BACKWARD, int STATS, int SUMS>
+struct BatchStatistics : torch::autograd::Function<BatchStatistics<FORWARD, BACKWARD, STATS, SUMS>> {
+  static Tensor forward(
+      AutogradContext* context, const Tensor& x, const Maybe& weight, const Maybe& bias, const Maybe& padding,
+      int64_t groups, double eps, const py::object& record) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    const Tensor rows = rows_of(x), mask = flat(given(padding)), gain = vector(given(weight), x), offset = vector(given(bias), x);
+    const Tensor s = scales(rows, groups), y = torch::empty_like(rows);
+    const Tensor stats = torch::empty({STATS, rows.size(1)}, computing(rows));
+    check(FORWARD(SHAPE(rows, mask, groups, eps), at(rows), at(gain), at(offset), to(y), to(s), to(stats)));
+    context->save_for_backward({rows, given(weight), given(bias), mask, s, stats});
+    keep(context, record);
+    context->saved_data["wants_dx"] = x.requires_grad();
+    return y.view(x.sizes());
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list outputs) {
+    const auto kept = context->get_saved_variables();
+    const Tensor &rows = kept[0], &weight = kept[1], &bias = kept[2], &mask = kept[3], &s = kept[4], &stats = kept[5];
+    variable_list gradients(7);
+    {
+      torch::NoGradGuard no_grad;
+      const Tensor dy = rows_of(outputs[0]), gain = vector(weight, rows);
+      const Tensor dx = context->saved_data["wants_dx"].toBool() ? torch::empty_like(rows) : Tensor();
+      const Tensor row = contribution_of(rows, SUMS);
+      const Sums sums(rows);
+      check(BACKWARD(
+          SHAPE(rows, mask, s.defined() ? s.size(1) : 0, 0), at(rows), at(dy), at(s), at(stats), at(gain), to(dx),
+          to(sums.weight), to(sums.bias), static_cast<double*>(to(row))));
+      recorded(context, row);
+      if (dx.defined()) gradients[0] = dx.view(outputs[0].sizes());
+      gradients[1] = like(sums.weight, weight);
+      gradients[2] = like(sums.bias, bias);
+    }
+    return once(std::move(gradients));
+  }
+};
+
+using PowerNormV = BatchStatistics<powernorm_power_v_forward, powernorm_power_v_backward, 2, 1>;
+using BatchNorm = BatchStatistics<powernorm_batch_forward, powernorm_batch_backward, 3, 2>;
+
+struct Standardize : torch::autograd::Function<Standardize> {
+  static Tensor forward(
+      AutogradContext* context, const Tensor& x, double eps, bool released, bool detach_mean, bool detach_sigma,
+      double scale, double k) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    const Tensor rows = rows_of(x), z = torch::empty_like(rows), kept = torch::empty({2, rows.size(0)}, computing(rows));
+    check(powernorm_standardize(
+        type_of(rows), at::get_num_threads(), rows.size(0), rows.size(1), eps, scale, k, released, false, false,
+        at(rows), nullptr, to(kept[0]), to(kept[1]), to(z)));
+    context->save_for_backward({rows, kept});
+    context->saved_data["numbers"] = std::vector<double>{eps, scale, k};
+    context->saved_data["flags"] = released + 2 * detach_mean + 4 * detach_sigma;
+    return z.view(x.sizes());
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list outputs) {
+    const auto kept = context->get_saved_variables();
+    variable_list gradients(7);
+    {
+      torch::NoGradGuard no_grad;
+      const auto numbers = context->saved_data["numbers"].toDoubleVector();
+      const int64_t flags = context->saved_data["flags"].toInt();
+      const Tensor &rows = kept[0], dz = rows_of(outputs[0]), dx = torch::empty_like(rows);
+      check(powernorm_standardize(
+          type_of(rows), at::get_num_threads(), rows.size(0), rows.size(1), numbers[0], numbers[1], numbers[2],
+          flags & 1, flags & 2, flags & 4, at(rows), at(dz), to(kept[1][0]), to(kept[1][1]), to(dx)));
+      gradients[0] = dx.view(outputs[0].sizes());
+    }
+    return once(std::move(gradients));
+  }
+};
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.def(
+      "group_rms_scale",
+      [](const Tensor& x, const Maybe& weight, const Maybe& bias, const Maybe& padding, int64_t groups, double eps,
+         const Maybe& factor, const Maybe& shift) {
+        return GroupRMSScale::apply(
+            x, weight, bias, padding, groups, eps, factor,
+            shift);
+      });
+  module.def(
+      "power_norm",
+      [](const Tensor& x, const Maybe& weight, const Maybe& bias, const Maybe& padding, const Tensor& psi_sq,
+         const Tensor& nu, int64_t groups, double eps, bool use_batch_psi, bool released, const py::object& record,
+         int64_t scale) {
+        return PowerNorm::apply(
+            x, weight, bias, padding, psi_sq, nu, groups, eps, use_batch_psi,
+            released, record, scale);
+      });
+  module.def(
+      "power_norm_v",
+      [](const Tensor& x, const Maybe& weight, const Maybe& bias, const Maybe& padding, int64_t groups, double eps,
+         const py::object& record) {
+        return PowerNormV::apply(
+            x, weight, bias, padding, groups, eps, record);
+      });
+  module.def(
+      "batch_norm",
+      [](const Tensor& x, const Maybe& weight, const Maybe& bias, const Maybe& padding, int64_t groups, double eps,
+         const py::object& record) {
+        return BatchNorm::apply(
+            x, weight, bias, padding, groups, eps, record);
+      });
+  module.def("standardize", [](const Tensor& x, double eps, bool released, bool detach_mean, bool detach_sigma,
+                               double scale, double k) {
+    return Standardize::apply(x, eps, released, detach_mean, detach_sigma, scale, k);
+  });
+}

@@ -64,6 +64,7 @@ def save_model(folder: Path, name: str, arch: str, flags: Sequence[str], size: s
     for module in model.modules():
         if isinstance(module, RunningNorm):
             module.running_psi_sq.uniform_(0.5, 2.0, generator=generator)
+            module.updates_tracked.fill_(1)  # else folding warns of initial values
     path = folder / f"{name}.pt"
     history = {"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 0}
     state = {

@@ -12,6 +12,7 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUGIN = ROOT / "powernorm_fairseq"
+READERS = ("fairseq-train", "fairseq-generate", "fairseq-interactive", "fairseq-validate", "fairseq-eval-lm")
 
 
 def in_fresh_process(
@@ -22,7 +23,7 @@ def in_fresh_process(
     timeout: float = 180,
 ) -> "subprocess.CompletedProcess[str]":
     """Run ``program`` (``fairseq-train``, ...) of this environment; never raises on a bad exit code."""
-    command = [str(Path(sys.executable).parent / program), *map(str, args)]
+    command = [str(Path(sys.executable).parent / program), *with_no_reader(program, args)]
     return subprocess.run(
         command,
         cwd=cwd,
@@ -49,13 +50,22 @@ def in_this_process(program: str, *args: object) -> str:
     module = importlib.import_module("fairseq_cli." + program.replace("fairseq-", "").replace("-", "_"))
     handlers = list(logging.root.handlers)
     out = io.StringIO()
-    argv: List[str] = [program, *map(str, args)]
+    argv: List[str] = [program, *with_no_reader(program, args)]
     try:
         with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(out):
             module.cli_main()
     finally:
         logging.root.handlers[:] = handlers
     return out.getvalue()
+
+
+def with_no_reader(program: str, args: Sequence[object]) -> List[str]:
+    """The arguments, with data read by the program itself where they do not say how many processes shall read it.
+
+    The end of a reader is waited for, often for seconds.
+    """
+    told = list(map(str, args))
+    return told if program not in READERS or "--num-workers" in told else [*told, "--num-workers", "0"]
 
 
 def hypotheses(output: str) -> List[str]:

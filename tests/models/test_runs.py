@@ -94,7 +94,8 @@ def test_translation(norm, order, translation_data, tmp_path, monkeypatch):
 
     in_this_process("fairseq-validate", translation_data, *checkpoint, "--task", "translation", "--batch-size", 7)
     if (norm, order) in (("power", "pre"), ("power", "post"), ("batch", "post")):
-        fresh = checked("fairseq-generate", translation_data, *checkpoint, "--batch-size", 5, *LENGTH)
+        reader = ["--num-workers", 1 if (norm, order) == ("power", "pre") else 0]  # one is the default
+        fresh = checked("fairseq-generate", translation_data, *checkpoint, "--batch-size", 5, *LENGTH, *reader)
         assert_same(memory, scored(fresh))
 
 

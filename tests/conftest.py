@@ -1,5 +1,6 @@
 """Data for the tests: real text from data/sample, made small and binarised by fairseq-preprocess."""
 
+import gc
 import tarfile
 from pathlib import Path
 
@@ -9,6 +10,10 @@ from tests.commands import ROOT, checked, write_lines
 
 SAMPLE = ROOT / "data" / "sample"
 SHARED = ROOT.parent / "shared"
+
+# Hydra copies deep trees for each command line, and with all of torch and fairseq imported a search for garbage takes
+# long: as often as Python does it by itself, a quarter of the time of such a test.
+gc.set_threshold(50_000, 20, 50)
 
 
 def sample_lines(split: str, language: str, count: int) -> list:

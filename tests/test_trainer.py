@@ -151,9 +151,17 @@ def test_the_warm_up_is_counted_in_updates(norm, translation_data, tmp_path):
     assert counts == [4.0] * 12
 
 
+# Half precision is slow on a CPU, and most of it is the width.
+NARROW = [
+    *("--encoder-embed-dim", 32, "--encoder-ffn-embed-dim", 64),
+    *("--decoder-embed-dim", 32, "--decoder-ffn-embed-dim", 64),
+]
+
+
 def of_loss_scale(translation_data, folder, scale, kind, window=1000):
     """Updates on one batch, which an overflow repeats; the model's state."""
     common = ["--norm", "power", "--norm-warmup-updates", 2, "--train-subset", "test", "--batch-size", 20]
+    common += NARROW
     common += ["--max-update", 3, "--fp16-init-scale", scale, "--fp16-scale-window", window, kind]
     optimizer = ADAM if kind == "--memory-efficient-fp16" else SGD  # not all can do without a copy in single precision
     return trained("translation", translation_data, folder, *common, optimizer=optimizer)

@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,30 @@ def in_fresh_process(
         text=True,
         timeout=timeout,
     )
+
+
+def in_a_group(command: Sequence[object], timeout: float) -> str:
+    """Run a command that starts processes of its own, all of which are killed at the end, however it ends.
+
+    A bad exit code fails the test and shows the output, which is returned.
+    """
+    process = subprocess.Popen(
+        list(map(str, command)),
+        cwd=str(ROOT),
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output[-6000:]
+    return output
 
 
 def checked(program: str, *args: object, **kwargs: object) -> str:

@@ -7,20 +7,19 @@ backward pass, since autograd's threads do not survive a fork. Workers find each
 ends the others when one fails.
 """
 
-import contextlib
 import importlib
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.commands import in_a_group
+
 SECONDS_PER_RUN = 100
 
 
@@ -31,17 +30,7 @@ def run_plan(plan: Sequence[Dict[str, Any]], folder: Path, timeout: float = 300)
         The exit codes of each entry's workers; negative where a signal ended one.
     """
     (folder / "plan.json").write_text(json.dumps(plan, default=str))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.forked", str(folder / "plan.json")], cwd=str(ROOT), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output[-6000:]
+    in_a_group([sys.executable, "-m", "tests.forked", folder / "plan.json"], timeout)
     return json.loads((folder / "plan.json.codes").read_text())
 
 

@@ -1,12 +1,8 @@
 """Each mend of powernorm_fairseq.compat, n1 to n14 as docs/compatibility.md numbers them, seen from the outside."""
 
 import argparse
-import contextlib
 import copy
-import os
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +15,7 @@ from omegaconf import OmegaConf
 
 import powernorm_fairseq
 from powernorm_fairseq import compat
-from tests.commands import PLUGIN, ROOT, hypotheses, in_this_process, write_lines
+from tests.commands import PLUGIN, ROOT, hypotheses, in_a_group, in_this_process, write_lines
 from tests.conftest import sample_lines
 
 fairseq = pytest.importorskip("fairseq")
@@ -216,22 +212,11 @@ def test_n7_n8_n1_two_workers_resume(translation_data, tmp_path):
     assert updates_of(tmp_path / "checkpoint_last.pt") == 4
 
 
-def two_workers(*arguments: object, timeout: float = 150) -> str:
-    """fairseq-train under torchrun; all processes are killed at the end, however it ends."""
-    program = str(Path(sys.executable).parent / "fairseq-train")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no_python", program,
-         *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output[-6000:]
-    return output
+def two_workers(*arguments: object) -> None:
+    """fairseq-train under torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no_python"]
+    program = Path(sys.executable).parent / "fairseq-train"
+    in_a_group([sys.executable, *launcher, program, *arguments], timeout=150)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from powernorm_fairseq.norms import create_norm
 from tests.commands import checked
 from tests.norms.helpers import NAMES, RUNNING, assert_same_state, step, tokens, with_parameters
-from tests.test_trainer import ADAM, SGD, flags, model_of
+from tests.trainings import ADAM, SGD, flags, model_of
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(GPUS == 0, reason="there is no GPU")]

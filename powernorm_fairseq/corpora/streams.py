@@ -5,6 +5,7 @@ import time
 from collections import deque
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Callable, Deque, Iterable, Iterator, List, Tuple, TypeVar
@@ -82,10 +83,22 @@ def in_order(function: Callable[[A], B], items: Iterable[A], workers: int) -> It
 
 
 class Progress:
-    """Lines that say how far something is, how fast it goes and how long it still takes, every ``every`` seconds."""
+    """Lines that say how far something is, how fast it goes and how long it still takes, every ``every`` seconds.
 
-    def __init__(self, what: str, total: int, say: Callable[[str], None] = print, every: float = 10.0) -> None:
-        self.what, self.total, self.say, self.every = what, total, say, every
+    Args:
+        total: how many there are; 0: nobody knows.
+        written: a number of them as people read it.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        say: Callable[[str], None] = partial(print, flush=True),
+        every: float = 10.0,
+        written: Callable[[float], str] = "{:,.0f}".format,
+    ) -> None:
+        self.what, self.total, self.say, self.every, self.written = what, total, say, every, written
         self.done = 0
         self.began = self.said = time.monotonic()
 
@@ -96,8 +109,13 @@ class Progress:
         if now - self.said >= self.every:
             self.said = now
             rate = self.done / (now - self.began)
-            left = max(0.0, (self.total - self.done) / rate)
-            self.say(f"{self.what}: {self.done:,} of {self.total:,}, {rate:,.0f} a second, {duration(left)} left")
+            words = f"{self.what}: {self.written(self.done)}"
+            if self.total:
+                words += f" of {self.written(self.total)}"
+            words += f", {self.written(rate)} a second"
+            if self.total and rate:
+                words += f", {duration(max(0.0, (self.total - self.done) / rate))} left"
+            self.say(words)
 
 
 def duration(seconds: float) -> str:

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import io
 import shutil
-import time
 import zipfile
 import zlib
 from collections import Counter
@@ -16,10 +15,9 @@ from powernorm_fairseq.corpora.binarised import CORPUS, token_count
 from powernorm_fairseq.corpora.catalogue import CATALOGUE, readable_size
 from powernorm_fairseq.corpora.counts import read_counts, write_counts
 from powernorm_fairseq.corpora.steps import Preparation, digest_of_files
+from powernorm_fairseq.corpora.streams import Progress
 from powernorm_fairseq.corpora.translation import SPLITS
 from powernorm_fairseq.processes import UserError, hold
-
-PROGRESS_SECONDS = 10.0
 
 # What fairseq's dictionary holds beside the words: bos, pad, eos, unk. The published counts of words include the latter
 # two, as `<eos>` and `<unk>`.
@@ -131,7 +129,7 @@ def copy_text(
     known = checksums(corpus.data, name)
     digests = {algorithm: hashlib.new(algorithm) for algorithm, _ in known}
     lines = tokens = 0
-    progress = Progress(f"{label}: {split} text", 0)
+    progress = Progress(f"{label}: {split} text", 0, written=readable_size)
     with open(path, "wb") as output:
         for line in stream:
             for digest in digests.values():
@@ -154,28 +152,6 @@ def copy_text(
         raise UserError(f"{name} is empty")
     print(f"{label}: {split} has {lines:,} lines, {tokens:,} tokens", flush=True)
     return {f"{split} lines": lines, f"{split} tokens": tokens}
-
-
-class Progress:
-    """Now and then a line: how much is done, and how long it takes yet where the whole is known."""
-
-    def __init__(self, label: str, whole: int) -> None:
-        self.label, self.whole, self.done, self.calls = label, whole, 0, 0
-        self.began = self.spoke = time.monotonic()
-
-    def add(self, size: int) -> None:
-        """Some more bytes are done."""
-        self.done, self.calls = self.done + size, self.calls + 1
-        if self.calls % 1000:
-            return
-        now = time.monotonic()
-        if now - self.spoke >= PROGRESS_SECONDS:
-            self.spoke = now
-            words = f"{self.label}, {readable_size(self.done)}"
-            if self.whole:
-                left = (self.whole - self.done) * (now - self.began) / self.done
-                words += f" of {readable_size(self.whole)}, {left:.0f} s left"
-            print(words, flush=True)
 
 
 def write_dictionary(path: Path, words: "Counter[str]") -> int:
@@ -204,7 +180,7 @@ def binarise(text: Path, prefix: Path, dictionary: Path, label: str) -> None:
     loaded = Dictionary.load(str(dictionary))
     index, unknown, end = loaded.indices, loaded.unk(), loaded.eos()
     builder = indexed_dataset.make_builder(f"{prefix}.bin", impl="mmap", vocab_size=len(loaded))
-    progress = Progress(f"{label} binarised", text.stat().st_size)
+    progress = Progress(f"{label} binarised", text.stat().st_size, written=readable_size)
     with open(text, "rb") as lines:
         for line in lines:
             ids = [index.get(word, unknown) for word in line.decode("utf-8").split()]

@@ -1,6 +1,6 @@
-"""The scores of one translation in several ways: one is the row's headline, all are kept with their labels."""
+"""Which number of a score stands for it; the scores of one translation in several ways, kept with their labels."""
 
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, Mapping, Optional, Sequence
 
 from powernorm_fairseq.evaluation.score import LABELS
 from powernorm_fairseq.processes import UserError
@@ -22,6 +22,11 @@ def check_kinds(kinds: Sequence[str]) -> None:
 def needs_tokens(kinds: Sequence[str]) -> bool:
     """Whether tokenised references are needed."""
     return "tokenised" in kinds or "compound" in kinds
+
+
+def headline(score: Mapping[str, Any], kind: str) -> float:
+    """The number of a score that stands beside published ones: of characters their bits, else what ``kind`` says."""
+    return score["bits_per_character"] if "bits_per_character" in score else score[kind]
 
 
 def scores_by_kind(

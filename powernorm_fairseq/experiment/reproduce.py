@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
+from powernorm_fairseq.evaluation.kinds import headline
 from powernorm_fairseq.experiment import launch as launching
 from powernorm_fairseq.experiment import run as running
 from powernorm_fairseq.experiment.config import Config, changes_of, override, scoring_arguments, scoring_of
@@ -192,7 +193,7 @@ def summary(row: Row, results: Sequence[Dict[str, Any]]) -> str:
         label = f" ({score['label']})" if "label" in score else ""
         lines.append(f"    seed {result['seed']}: {running.in_words(result)}{label}")
         if score:
-            values.append(running.headline(result["kind"], score))
+            values.append(headline(score, result["kind"]))
     if len(values) > 1:
         mean = sum(values) / len(values)
         deviation = (sum((value - mean) ** 2 for value in values) / (len(values) - 1)) ** 0.5

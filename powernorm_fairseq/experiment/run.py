@@ -19,6 +19,7 @@ from powernorm_fairseq.checkpoints.average import (
     save_checkpoint,
 )
 from powernorm_fairseq.checkpoints.reestimate import is_statistic, reestimate
+from powernorm_fairseq.evaluation.kinds import headline
 from powernorm_fairseq.experiment import launch as launching
 from powernorm_fairseq.experiment import record
 from powernorm_fairseq.experiment.config import (
@@ -234,13 +235,8 @@ def in_words(result: Dict[str, Any]) -> str:
         unit, digits = {"bleu": ("BLEU", 2), "perplexity": ("perplexity", 2)}[result["kind"]]
         if "bits_per_character" in score:
             unit, digits = "bits per character", 3
-        said.append(f"{subset} {unit} {headline(result['kind'], score):.{digits}f}")
+        said.append(f"{subset} {unit} {headline(score, result['kind']):.{digits}f}")
     return ", ".join(said)
-
-
-def headline(kind: str, score: Dict[str, Any]) -> float:
-    """The number of a score that stands beside published ones: of characters their bits, else what ``kind`` says."""
-    return score["bits_per_character"] if "bits_per_character" in score else score[kind]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

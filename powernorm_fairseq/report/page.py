@@ -5,6 +5,7 @@ import html
 import json
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
+from powernorm_fairseq.evaluation.kinds import headline
 from powernorm_fairseq.report import published
 from powernorm_fairseq.report.figures import Figure
 from powernorm_fairseq.report.summary import (
@@ -134,8 +135,7 @@ def runs_of(table: Table) -> Tuple[List[str], List[List[str]]]:
 
 
 def _number(score: Mapping[str, Any], kind: str) -> str:
-    value = score.get("bits_per_character", score[kind])
-    return f"{value:.3f}" if "bits_per_character" in score else f"{value:.2f}"
+    return f"{headline(score, kind):.{3 if 'bits_per_character' in score else 2}f}"
 
 
 def markdown(tables: Sequence[Table], figures: Sequence[Figure]) -> str:

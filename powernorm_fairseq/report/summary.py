@@ -5,6 +5,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
+from powernorm_fairseq.evaluation.kinds import headline
 from powernorm_fairseq.report import published
 from powernorm_fairseq.report.table import LABELS
 
@@ -108,7 +109,7 @@ def value_of(record: Dict[str, Any]) -> Optional[float]:
     scores = record["scores"].get(record["reported"])
     if not scores:
         return None
-    return scores.get("bits_per_character", scores.get(record["kind"]))
+    return headline(scores, record["kind"])
 
 
 def unit_of(record: Dict[str, Any]) -> str:

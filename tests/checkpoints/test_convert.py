@@ -2,17 +2,12 @@
 
 import math
 import os
-import pickle
-import zipfile
-from argparse import Namespace
-from collections import OrderedDict
 
 import pytest
 import torch
 import torch.nn.functional as F
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
-from fairseq.logging import meters
 from fairseq.modules import SinusoidalPositionalEmbedding
 
 from powernorm_fairseq.__main__ import main
@@ -21,147 +16,27 @@ from powernorm_fairseq.checkpoints.convert import (
     convert_model,
     convert_state,
     converted_norm,
-    load_released,
     model_fields,
     run_config,
 )
 from powernorm_fairseq.checkpoints.inspect import averaged_statistics
 from powernorm_fairseq.norms import BatchNorm, LayerNorm, PowerNorm
 from powernorm_fairseq.processes import UserError
+from tests.checkpoints.released import (
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    PUBLISHED,
+    WIDTH,
+    checkpoint,
+    norm_entries,
+    options,
+    save,
+    weights,
+)
 from tests.commands import PLUGIN, hypotheses, in_this_process
 from tests.models.helpers import sentences
 from tests.norms.helpers import close, step
-
-WIDTH, HIDDEN, HEADS, LAYERS = 16, 24, 4, 2
-PUBLISHED = ("power", "power", "layer", "layer")
-
-
-def options(norms=PUBLISHED, **more):
-    """A namespace as fairseq 0.8 stores it; ``norms`` in the order of the fork's scripts."""
-    stack = {"embed_path": None, "embed_dim": WIDTH, "ffn_embed_dim": HIDDEN, "layers": LAYERS}
-    stack.update(attention_heads=HEADS, normalize_before=True, learned_pos=False, layerdrop=0, layers_to_keep=None)
-    both = {f"{name}_{key}": value for name in ("encoder", "decoder") for key, value in stack.items()}
-    flags = dict(zip(("encoder_norm_self", "encoder_norm_ff", "decoder_norm_self", "decoder_norm_ff"), norms))
-    flags.update(encoder_spec_norm=False, dropout_type="none", dropout_gama=0.5, tbmf_wrapper=False)
-    flags.update(arch="transformer_iwslt_de_en_v2", task="translation", source_lang="de", target_lang="en")
-    flags.update(data="data-bin/iwslt14.tokenized.de-en.joined/", left_pad_source="True", left_pad_target="False")
-    flags.update(raw_text=False, lazy_load=False, max_source_positions=1024, max_target_positions=1024)
-    flags.update(upsample_primary=1, dropout=0.3, attention_dropout=0.1, activation_dropout=0.0, relu_dropout=0.1)
-    flags.update(activation_fn="relu", share_all_embeddings=True, share_decoder_input_output_embed=True)
-    flags.update(adaptive_softmax_cutoff=None, adaptive_softmax_dropout=0, adaptive_input=False)
-    flags.update(no_token_positional_embeddings=False, no_cross_attention=False, cross_self_attention=False)
-    flags.update(layer_wise_attention=False, decoder_input_dim=WIDTH, decoder_output_dim=WIDTH)
-    flags.update(criterion="label_smoothed_cross_entropy", label_smoothing=0.1, optimizer="adam", adam_eps=1e-8)
-    flags.update(adam_betas="(0.9, 0.98)", weight_decay=1e-4, lr=[0.0015], min_lr=1e-9, clip_norm=0.0)
-    flags.update(lr_scheduler="inverse_sqrt", warmup_updates=8000, warmup_init_lr=1e-7, update_freq=[1])
-    flags.update(max_tokens=4096, max_sentences=None, max_sentences_valid=None, max_tokens_valid=4096)
-    flags.update(ddp_backend="no_c10d", early_stop=5, keep_last_epochs=5, save_dir="log/it's [here]", seed=1)
-    flags.update(user_dir="/gone/plugin", fp16=False, sentence_avg=False, log_interval=50, max_update=0)
-    # And what the fork's parser leaves in each checkpoint.
-    flags.update(
-        no_progress_bar=True, log_format="simple", tensorboard_logdir="", cpu=False, memory_efficient_fp16=False
-    )
-    flags.update(fp16_init_scale=128, fp16_scale_window=None, fp16_scale_tolerance=0.0, min_loss_scale=1e-4)
-    flags.update(threshold_loss_scale=None, empty_cache_freq=0, tokenizer=None, bpe=None, num_workers=1)
-    flags.update(skip_invalid_size_inputs_valid_test=False, required_batch_size_multiple=8, dataset_impl=None)
-    flags.update(train_subset="train", valid_subset="valid", validate_interval=1, fixed_validation_seed=None)
-    flags.update(disable_validation=False, curriculum=0, distributed_world_size=4, distributed_rank=0, device_id=0)
-    flags.update(distributed_backend="nccl", distributed_init_method="tcp://localhost:17000", distributed_port=-1)
-    flags.update(distributed_no_spawn=False, bucket_cap_mb=25, fix_batches_to_gpus=False, fast_stat_sync=False)
-    flags.update(find_unused_parameters=False, max_epoch=0, use_bmuf=False, restore_file="checkpoint_last.pt")
-    flags.update(reset_dataloader=False, reset_lr_scheduler=False, reset_meters=False, reset_optimizer=False)
-    flags.update(optimizer_overrides="{}", save_interval=1, save_interval_updates=10000, keep_interval_updates=20)
-    flags.update(no_save=False, no_epoch_checkpoints=False, no_last_checkpoints=False, no_save_optimizer_state=False)
-    flags.update(best_checkpoint_metric="loss", maximize_best_checkpoint_metric=False, load_alignments=False)
-    return Namespace(**{**both, **flags, **more})
-
-
-def norm_entries(name, rand):
-    entries = {"weight": 0.5 + rand(WIDTH), "bias": rand(WIDTH) - 0.5}
-    if name == "power":
-        entries["running_phi"] = 0.2 + rand(1, WIDTH, 1, 1)
-        entries["ema_gz"] = rand(1, WIDTH, 1, 1) - 0.5
-        entries["iters"] = torch.tensor([321])
-    if name == "batch":
-        entries.update(running_mean=rand(WIDTH) - 0.5, running_var=0.2 + rand(WIDTH))
-        entries["num_batches_tracked"] = torch.tensor(321)
-    return entries
-
-
-def weights(args, words, target_words=None):
-    """A state dict in the fork's layout, with random numbers."""
-    generator = torch.Generator().manual_seed(5)
-    state = OrderedDict()
-    state._metadata = OrderedDict({"": {"version": 1}})  # torch's
-
-    def rand(*shape):
-        return torch.rand(*shape, generator=generator)
-
-    def linear(name, inputs, outputs):
-        state[f"{name}.weight"] = (rand(outputs, inputs) - 0.5) * 2 / math.sqrt(inputs)
-        state[f"{name}.bias"] = rand(outputs) - 0.5
-
-    for stack, size in (("encoder", words), ("decoder", target_words or words)):
-        option = vars(args).get
-        norms = {"self": option(f"{stack}_norm_self"), "ff": option(f"{stack}_norm_ff")}
-        state[f"{stack}.version"] = torch.tensor([3.0])
-        state[f"{stack}.embed_tokens.weight"] = rand(size, WIDTH) / 4
-        if option(f"{stack}_learned_pos"):
-            state[f"{stack}.embed_positions.weight"] = rand(1024 + 2, WIDTH)
-        else:
-            state[f"{stack}.embed_positions._float_tensor"] = torch.zeros(1)
-        sites = [("self_attn", norms["self"])]
-        if stack == "decoder" and not args.no_cross_attention:
-            sites.append(("encoder_attn", norms["self"]))
-        for layer in range(option(f"{stack}_layers")):
-            place = f"{stack}.layers.{layer}"
-            for attention, norm in sites:
-                for part in ("k_proj", "v_proj", "q_proj", "out_proj"):
-                    linear(f"{place}.{attention}.{part}", WIDTH, WIDTH)
-                entries = norm_entries(norm, rand)
-                state.update({f"{place}.{attention}_layer_norm.{key}": value for key, value in entries.items()})
-            linear(f"{place}.fc1", WIDTH, HIDDEN)
-            linear(f"{place}.fc2", HIDDEN, WIDTH)
-            entries = norm_entries(norms["ff"], rand)
-            state.update({f"{place}.final_layer_norm.{key}": value for key, value in entries.items()})
-        if option(f"{stack}_normalize_before"):
-            entries = norm_entries(norms["ff"], rand)
-            state.update({f"{stack}.layer_norm.{key}": value for key, value in entries.items()})
-    if args.share_all_embeddings:
-        state["decoder.embed_tokens.weight"] = state["encoder.embed_tokens.weight"]
-    elif not args.share_decoder_input_output_embed:
-        state["decoder.embed_out"] = rand(target_words or words, WIDTH)
-    return state
-
-
-def checkpoint(args, words=50, target_words=None):
-    history = {"criterion_name": "LabelSmoothedCrossEntropyCriterion", "optimizer_name": "FairseqAdam"}
-    history.update(lr_scheduler_state={"best": None}, num_updates=321)
-    return {
-        "args": args,
-        "model": weights(args, words, target_words),
-        "optimizer_history": [history],
-        "extra_state": {
-            "train_iterator": {"epoch": 7, "iterations_in_epoch": 12},
-            "val_loss": 4.2,
-            "train_meters": {"loss": meters.AverageMeter(), "wall": meters.TimeMeter()},
-        },
-        "last_optimizer_state": {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.001}]},
-    }
-
-
-@pytest.fixture
-def save(monkeypatch):
-    """Saves as the fork does: torch's old file format, and meters of the module where fairseq 0.8 had them."""
-
-    def write(state, path):
-        with monkeypatch.context() as patch:
-            for kind in (meters.AverageMeter, meters.TimeMeter):
-                patch.setattr(kind, "__module__", "fairseq.meters")
-            torch.save(state, path, _use_new_zipfile_serialization=False)
-        return path
-
-    return write
 
 
 def convert(path, output):
@@ -233,9 +108,7 @@ KINDS = {"power": PowerNorm, "batch": BatchNorm, "layer": LayerNorm}
 
 
 @pytest.mark.parametrize(("norms", "more", "name"), CASES)
-def test_a_converted_model_computes_what_the_released_one_does(
-    norms, more, name, translation_data, words, save, tmp_path
-):
+def test_a_converted_model_computes_what_the_released_one_does(norms, more, name, translation_data, words, tmp_path):
     """Trap 21: checkpoints of the released code, with the options of fairseq 0.8 and other names and shapes."""
     old = checkpoint(options(norms, **more), words)
     new = convert(save(old, tmp_path / "old.pt"), tmp_path / "new.pt")
@@ -268,7 +141,7 @@ def test_a_converted_model_computes_what_the_released_one_does(
             assert (norm.updates_tracked, norm.updates_skipped, norm.eps) == (321, 0, 1e-5)
 
 
-def test_the_config_is_the_runs(save, words, translation_data, tmp_path):
+def test_the_config_is_the_runs(words, translation_data, tmp_path):
     path = save(checkpoint(options(warmup_updates=4000), words), tmp_path / "old.pt")
     new = convert(path, tmp_path / "new.pt")
     state = checkpoint_utils.load_checkpoint_to_cpu(str(new))
@@ -286,7 +159,7 @@ def test_the_config_is_the_runs(save, words, translation_data, tmp_path):
 
 
 @pytest.mark.slow
-def test_fairseq_generates_validates_and_trains_on(save, words, translation_data, tmp_path, capsys):
+def test_fairseq_generates_validates_and_trains_on(words, translation_data, tmp_path, capsys):
     new = convert(save(checkpoint(options(), words), tmp_path / "old.pt"), tmp_path / "new.pt")
     shown = capsys.readouterr().out
     assert "without the optimiser's state" in shown and "--finetune-from-model" in shown
@@ -473,7 +346,7 @@ def test_entries_that_do_not_fit_are_named(change, message, target):
         convert_model(state, target)
 
 
-def test_nothing_is_written_when_something_is_refused(save, tmp_path, capsys):
+def test_nothing_is_written_when_something_is_refused(tmp_path, capsys):
     old = checkpoint(options())
     old["model"]["encoder.extra.u"] = torch.ones(1)
     path = save(old, tmp_path / "old.pt")
@@ -489,73 +362,3 @@ def test_nothing_is_written_when_something_is_refused(save, tmp_path, capsys):
 def test_missing_and_unknown_entries_of_one_norm_are_named():
     with pytest.raises(UserError, match="missing: bias, ema_gz, iters, weight; unknown: running_mean"):
         converted_norm("power", {"running_phi": torch.ones(1, 4, 1, 1), "running_mean": torch.ones(4)})
-
-
-class Trap:
-    """Unpickled as usual, it makes a folder."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
-
-
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ({"state_dict": {}}, "no fairseq checkpoint"),
-        ([1], "no fairseq checkpoint"),
-        ({"model": {}, "args": None, "cfg": {}}, "written by fairseq 0.10 or later"),
-        ({"model": {}, "args": Namespace(arch="transformer")}, "another fairseq than the released PowerNorm code"),
-    ],
-)
-def test_files_of_other_programs_are_refused(state, message, tmp_path):
-    torch.save(state, tmp_path / "other.pt")
-    with pytest.raises(UserError, match=message):
-        load_released(tmp_path / "other.pt")
-
-
-def dotted(code):
-    """A pickle that calls eval, found by a path of names that begins with one that is allowed."""
-
-    def text(word):
-        return pickle.SHORT_BINUNICODE + bytes([len(word)]) + word.encode()
-
-    def call(argument):
-        return text(argument) + pickle.TUPLE1 + pickle.REDUCE
-
-    name = text("torch._utils") + text("_rebuild_tensor.__builtins__.__getitem__") + pickle.STACK_GLOBAL
-    return pickle.PROTO + bytes([4]) + name + call("eval") + call(code) + pickle.STOP
-
-
-def test_broken_files_are_refused_and_no_code_in_a_file_runs(save, tmp_path, capsys):
-    with pytest.raises(UserError, match="no checkpoint"):
-        load_released(tmp_path / "none.pt")
-    old = checkpoint(options())
-    whole = save({**old, "trap": Trap(tmp_path / "trapped")}, tmp_path / "old.pt")
-    assert load_released(whole)["args"] == old["args"]
-    assert not (tmp_path / "trapped").exists()
-    with zipfile.ZipFile(tmp_path / "path.pt", "w") as archive:
-        archive.writestr("a/data.pkl", dotted(f"open({str(tmp_path / 'trapped')!r}, 'w')"))
-        archive.writestr("a/version", "3\n")
-        archive.writestr("a/byteorder", "little")
-    with pytest.raises(UserError):
-        load_released(tmp_path / "path.pt")
-    assert not (tmp_path / "trapped").exists()
-    (tmp_path / "half.pt").write_bytes(whole.read_bytes()[:5000])
-    with pytest.raises(UserError, match="cannot be read as a checkpoint"):
-        load_released(tmp_path / "half.pt")
-    before = whole.read_bytes()
-    assert main(["convert", str(whole), "--output", str(whole)]) == 1
-    assert main(["convert", str(whole), "--output", str(tmp_path / "no" / "new.pt")]) == 1
-    errors = capsys.readouterr().err
-    assert "the output would replace" in errors and "no folder" in errors
-    assert whole.read_bytes() == before
-
-
-def test_both_of_torchs_file_formats(tmp_path):
-    old = checkpoint(options())
-    torch.save(old, tmp_path / "zip.pt")
-    loaded = load_released(tmp_path / "zip.pt")
-    assert all(torch.equal(value, loaded["model"][key]) for key, value in old["model"].items())

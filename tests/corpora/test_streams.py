@@ -6,7 +6,7 @@ import time
 import pytest
 
 from powernorm_fairseq.corpora import counts, streams
-from powernorm_fairseq.corpora.catalogue import CATALOGUE
+from powernorm_fairseq.corpora.catalogue import CATALOGUE, readable_size
 from powernorm_fairseq.processes import UserError
 
 
@@ -73,6 +73,13 @@ def test_progress_says_rate_and_what_is_left(monkeypatch):
         "words: 1,100 of 10,000, 110 a second, 81 s left",
         "words: 2,100 of 10,000, 105 a second, 75 s left",
     ]
+    said.clear()
+    for total, whole in ((0, ""), (4_000_000, " of 4.0 MB")):
+        now[0] = 0.0
+        progress = streams.Progress("a", total, said.append, written=readable_size)
+        now[0] = 20.0
+        progress.add(2_000_000)
+        assert said.pop() == f"a: 2.0 MB{whole}, 100.0 kB a second" + (", 20 s left" if total else "")
     assert [streams.duration(seconds) for seconds in (90, 600, 9000)] == ["90 s", "10 min", "2.5 h"]
 
 

@@ -13,7 +13,7 @@ from powernorm_fairseq.corpora.binarised import CORPUS, token_ids
 from powernorm_fairseq.corpora.catalogue import CATALOGUE, Count, DataSet, File
 from powernorm_fairseq.corpora.counts import read_counts
 from powernorm_fairseq.corpora.translation import SPLITS
-from powernorm_fairseq.corpora.word_level import PTB, WIKITEXT_103, Progress, prepare_word_level
+from powernorm_fairseq.corpora.word_level import PTB, WIKITEXT_103, prepare_word_level
 from powernorm_fairseq.processes import UserError
 from tests.commands import in_this_process
 from tests.conftest import SAMPLE
@@ -164,15 +164,6 @@ def test_only_a_line_feed_ends_a_line(tmp_path):
         (tmp_path / f"ptb.{split}.txt").write_bytes(" a b\r c\u2028d\x85 \n e".encode())
     folder = prepare_word_level(PTB, tmp_path, tmp_path / "out")
     assert token_ids(folder, "test").tolist() == [4, 5, 6, 7, 2, 8, 2]
-
-
-def test_progress_says_how_long_it_takes_yet(monkeypatch, capsys):
-    clock = iter([0.0, 5.0, 20.0])
-    monkeypatch.setattr(word_level.time, "monotonic", lambda: next(clock))
-    progress = Progress("a", 4_000_000)
-    for _ in range(2000):
-        progress.add(1000)
-    assert capsys.readouterr().out == "a, 2.0 MB of 4.0 MB, 20 s left\n"
 
 
 def test_the_command_fetches_prepares_and_compares(server, tmp_path, catalogue, capsys):

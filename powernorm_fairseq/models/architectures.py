@@ -9,6 +9,7 @@ from typing import Any, Dict
 
 from powernorm_fairseq import compat
 from powernorm_fairseq.models.config import LanguageModelConfig, OneNorm, TranslationConfig, derived
+from powernorm_fairseq.models.stored import stored_when_asked_for
 from powernorm_fairseq.models.transformer import NormTransformer
 from powernorm_fairseq.models.transformer_lm import NormLanguageModel
 
@@ -109,4 +110,5 @@ def sized_name(stem: str, size: str) -> str:
     return f"{stem}_{size}" if size else stem
 
 
-register_all()
+with stored_when_asked_for("model"):
+    register_all()

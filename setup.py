@@ -182,7 +182,7 @@ setup(
         Extension(
             f"{KERNELS}/_native".replace("/", "."),
             [f"{KERNELS}/csrc/native.cpp", f"{KERNELS}/csrc/passes.cpp"],
-            depends=[f"{KERNELS}/csrc/{name}" for name in ("passes.h", "native.h")],
+            depends=[f"{KERNELS}/csrc/{name}" for name in ("call.h", "native.h", "passes.h")],
             language="c++",
         )
     ],

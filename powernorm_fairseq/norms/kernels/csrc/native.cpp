@@ -1,29 +1,15 @@
 // The C interface that norms/kernels/native.py calls: passes over all rows by several threads, and whole norms.
-//
-// Rows are cut into strips whose number depends on the shape alone; each strip has sums of its own, which are added up
-// in their order. So results do not depend on the number of threads.
+#include "native.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
-#include <cstring>
 #include <new>
-#include <thread>
-#include <vector>
 
-#if defined(__unix__) || defined(__APPLE__)
-#include <dlfcn.h>
-#endif
-
-#include "native.h"
+#include "call.h"
 #include "passes.h"
 
 namespace {
-
-constexpr int64_t STRIP_ROWS = 64, MOST_STRIPS = 128;
-constexpr int64_t MOMENT_STRIP_BYTES = 1 << 17;  // read twice, so it should stay in the cache
-constexpr int64_t CACHE_BYTES = 1 << 22;         // beyond, fewer streams at once are faster: one row at a time
-constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;   // per thread; less is not worth waking one
 
 using Table = const Passes*;
 
@@ -39,205 +25,6 @@ Table best_table() {
 }
 
 Table table = best_table();
-
-// ---- memory and threads ------------------------------------------------------------------------------------------
-
-// Working memory of the calling thread, kept from call to call: fresh pages cost more than the arithmetic on them.
-class Arena {
- public:
-  ~Arena() { std::free(memory_); }
-  // Makes room for `bytes` in all; what was taken before is given up.
-  void reserve(size_t bytes) {
-    used_ = 0;
-    if (bytes <= size_) return;
-    std::free(memory_);
-    memory_ = static_cast<char*>(std::malloc(bytes));
-    size_ = memory_ == nullptr ? 0 : bytes;
-    if (memory_ == nullptr) throw std::bad_alloc();
-  }
-  template <class T>
-  T* take(int64_t number) {
-    char* at = memory_ + used_;
-    used_ += size_of<T>(number);
-    return reinterpret_cast<T*>(at);
-  }
-  template <class T>
-  static size_t size_of(int64_t number) {
-    return (static_cast<size_t>(number) * sizeof(T) + 63) / 64 * 64;
-  }
-
- private:
-  char* memory_ = nullptr;
-  size_t size_ = 0, used_ = 0;
-};
-
-thread_local Arena arena;
-
-// OpenMP's thread pool that torch has loaded already (a second pool would compete with it for the cores), or threads
-// of our own where there is none.
-struct OpenMP {
-  void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
-  int (*thread_number)() = nullptr;
-  int (*threads)() = nullptr;
-  OpenMP() {
-#if defined(__unix__) || defined(__APPLE__)
-    parallel = reinterpret_cast<decltype(parallel)>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-    thread_number = reinterpret_cast<decltype(thread_number)>(dlsym(RTLD_DEFAULT, "omp_get_thread_num"));
-    threads = reinterpret_cast<decltype(threads)>(dlsym(RTLD_DEFAULT, "omp_get_num_threads"));
-#endif
-  }
-  bool whole() const { return parallel != nullptr && thread_number != nullptr && threads != nullptr; }
-};
-
-// work(item, thread) for each item of [0, items), each thread a stretch of them.
-template <class Work>
-void for_all(int64_t items, int threads, const Work& work) {
-  threads = static_cast<int>(std::min<int64_t>(threads, items));
-  const auto stretch = [&](int thread, int of) {
-    for (int64_t item = items * thread / of; item < items * (thread + 1) / of; ++item) work(item, thread);
-  };
-  if (threads <= 1) {
-    stretch(0, 1);
-    return;
-  }
-  static const OpenMP openmp;
-  if (openmp.whole()) {
-    struct Team {
-      const decltype(stretch)& run;
-    } team{stretch};
-    openmp.parallel(
-        [](void* data) { static_cast<Team*>(data)->run(openmp.thread_number(), openmp.threads()); }, &team,
-        static_cast<unsigned>(threads), 0);
-    return;
-  }
-  std::vector<std::thread> others;
-  for (int thread = 1; thread < threads; ++thread) others.emplace_back(stretch, thread, threads);
-  stretch(0, threads);
-  for (std::thread& other : others) other.join();
-}
-
-// ---- shapes ------------------------------------------------------------------------------------------------------
-
-struct Shape {
-  int64_t rows, channels, groups;
-  const uint8_t* padding;
-  int threads;  // at most
-};
-
-struct Strips {
-  int64_t rows, number;
-  int block, threads;
-  int64_t begin(int64_t strip) const { return strip * rows; }
-  int64_t end(int64_t strip, int64_t of) const { return std::min(of, (strip + 1) * rows); }
-};
-
-template <class T>
-Strips strips_of(const Shape& shape, int64_t most_bytes = 0) {
-  Strips strips;
-  const int64_t row_bytes = shape.channels * static_cast<int64_t>(sizeof(T));
-  if (most_bytes)
-    strips.rows = std::max<int64_t>(most_bytes / row_bytes / 4 * 4, 8);
-  else
-    strips.rows = std::max(STRIP_ROWS, (shape.rows + MOST_STRIPS - 1) / MOST_STRIPS + 3) / 4 * 4;
-  strips.number = (shape.rows + strips.rows - 1) / strips.rows;
-  strips.block = shape.rows * row_bytes <= CACHE_BYTES ? 4 : 1;
-  strips.threads = static_cast<int>(
-      std::min<int64_t>(shape.threads, std::max<int64_t>(shape.rows * shape.channels / PARALLEL_ELEMENTS, 1)));
-  return strips;
-}
-
-int64_t real_rows(const Shape& shape) {
-  if (shape.padding == nullptr) return shape.rows;
-  int64_t padded = 0;
-  for (int64_t row = 0; row < shape.rows; ++row) padded += shape.padding[row] ? 1 : 0;
-  return shape.rows - padded;
-}
-
-// What the passes of one call share. Vectors come from the arena of the calling thread.
-template <class T>
-struct Call {
-  const Passes& passes;
-  Shape shape;
-  Strips strips;
-  T* partial;  // two sums per strip
-  T* scratch;
-  double* sum;  // two sums over all strips
-
-  // `vectors`: how many more vectors of type T the caller will take.
-  Call(int type, const Shape& of, int vectors, int64_t most_bytes = 0)
-      : passes(table[type]), shape(of), strips(strips_of<T>(of, most_bytes)) {
-    const int64_t channels = shape.channels;
-    arena.reserve(
-        Arena::size_of<T>(2 * strips.number * channels) +
-        Arena::size_of<T>(strips.threads * SCRATCH_VECTORS * channels) + Arena::size_of<double>(2 * channels) +
-        vectors * Arena::size_of<T>(channels));
-    partial = arena.take<T>(2 * strips.number * channels);
-    scratch = arena.take<T>(strips.threads * SCRATCH_VECTORS * channels);
-    sum = arena.take<double>(2 * channels);
-  }
-
-  T* vector(double value) {
-    T* values = arena.take<T>(shape.channels);
-    std::fill(values, values + shape.channels, static_cast<T>(value));
-    return values;
-  }
-  T* partial_of(int64_t strip, int which) { return partial + (2 * strip + which) * shape.channels; }
-  T* scratch_of(int thread) { return scratch + thread * SCRATCH_VECTORS * shape.channels; }
-
-  // Adds up the strips' sums, `which` of two.
-  const double* total(int which) {
-    double* sums = sum + which * shape.channels;
-    std::fill(sums, sums + shape.channels, 0.0);
-    for (int64_t strip = 0; strip < strips.number; ++strip) {
-      const T* part = partial_of(strip, which);
-      for (int64_t j = 0; j < shape.channels; ++j) sums[j] += part[j];
-    }
-    return sums;
-  }
-
-  void run(const ForwardPass& pass) {
-    for_all(strips.number, strips.threads, [&](int64_t strip, int thread) {
-      passes.forward(
-          pass, strips.begin(strip), strips.end(strip, shape.rows), strips.block, scratch_of(thread),
-          partial_of(strip, 0));
-    });
-  }
-
-  void run(const BackwardPass& pass) {
-    for_all(strips.number, strips.threads, [&](int64_t strip, int thread) {
-      passes.backward(
-          pass, strips.begin(strip), strips.end(strip, shape.rows), strips.block, scratch_of(thread),
-          partial_of(strip, 0), partial_of(strip, 1));
-    });
-  }
-
-  // Mean and sum of squared deviations into total(0) and total(1)'s places; the count of real rows.
-  // Parts are joined as by Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm", 1979.
-  int64_t run_moments(const ForwardPass& pass) {
-    std::vector<int64_t> counts(strips.number);
-    for_all(strips.number, strips.threads, [&](int64_t strip, int thread) {
-      counts[strip] = passes.moments(
-          pass, strips.begin(strip), strips.end(strip, shape.rows), strips.block, scratch_of(thread),
-          partial_of(strip, 0), partial_of(strip, 1));
-    });
-    double *mean = sum, *off = sum + shape.channels;
-    std::fill(sum, sum + 2 * shape.channels, 0.0);
-    int64_t count = 0;
-    for (int64_t strip = 0; strip < strips.number; ++strip) {
-      if (counts[strip] == 0) continue;
-      const T *new_mean = partial_of(strip, 0), *new_off = partial_of(strip, 1);
-      const double n = static_cast<double>(counts[strip]), share = n / static_cast<double>(count + counts[strip]);
-      const double weight = static_cast<double>(count) * share;
-      for (int64_t j = 0; j < shape.channels; ++j) {
-        const double delta = new_mean[j] - mean[j];
-        off[j] += new_off[j] + delta * delta * weight;
-        mean[j] += delta * share;
-      }
-      count += counts[strip];
-    }
-    return count;
-  }
-};
 
 template <class T>
 ForwardPass forward_pass(const Shape& shape, const void* x, const void* s_in, void* s_out, double eps) {
@@ -310,7 +97,7 @@ template <class T>
 void forward_rows(
     int type, const Shape& shape, const void* x, const void* s_in, void* s_out, const void* a, const void* gain,
     const void* b, const void* shift, void* y, void* sum_sq, double eps) {
-  Call<T> call(type, shape, 2);
+  Call<T> call(table[type], shape, 2);
   ForwardPass pass = forward_pass<T>(shape, x, s_in, s_out, eps);
   pass.y = y;
   T* factor = call.vector(1);
@@ -327,7 +114,7 @@ template <class T>
 void backward_rows(
     int type, const Shape& shape, const void* x, const void* dy, const void* s, const void* a, const void* b,
     const void* d, const void* shift, void* dx, void* sum_dy, void* sum_dy_h) {
-  Call<T> call(type, shape, 4);
+  Call<T> call(table[type], shape, 4);
   BackwardPass pass = backward_pass(shape, x, dy, s);
   pass.dx = dx;
   pass.a = a != nullptr ? a : call.vector(1);
@@ -343,7 +130,7 @@ void backward_rows(
 
 template <class T>
 int64_t moment_rows(int type, const Shape& shape, const void* x, void* s, void* mean, void* off, double eps) {
-  Call<T> call(type, shape, 0, MOMENT_STRIP_BYTES);
+  Call<T> call(table[type], shape, 0, MOMENT_STRIP_BYTES);
   const int64_t count = call.run_moments(forward_pass<T>(shape, x, nullptr, s, eps));
   copy<T>(call.sum, mean, shape.channels);
   copy<T>(call.sum + shape.channels, off, shape.channels);
@@ -352,7 +139,7 @@ int64_t moment_rows(int type, const Shape& shape, const void* x, void* s, void* 
 
 template <class T>
 void standardize_rows(int type, const StandardizePass& pass, int threads) {
-  Call<T> call(type, Shape{pass.rows, pass.channels, 0, nullptr, threads}, 0);
+  Call<T> call(table[type], Shape{pass.rows, pass.channels, 0, nullptr, threads}, 0);
   const auto run = pass.dz == nullptr ? call.passes.standardize : call.passes.standardize_backward;
   for_all(call.strips.number, call.strips.threads, [&](int64_t strip, int thread) {
     run(pass, call.strips.begin(strip), call.strips.end(strip, pass.rows), call.strips.block, call.scratch_of(thread));
@@ -366,7 +153,7 @@ template <class T>
 void power_forward(
     int type, const Shape& shape, const void* x, const void* psi_sq, const void* weight, const void* bias, void* y,
     void* s, void* stats, double eps, bool use_batch_psi, bool released) {
-  Call<T> call(type, shape, 2);
+  Call<T> call(table[type], shape, 2);
   const int64_t channels = shape.channels;
   T *a = call.vector(0), *zeros = bias == nullptr ? call.vector(0) : nullptr;
   T *sum_sq = static_cast<T*>(stats), *r = sum_sq + channels, *r_back = r + channels;
@@ -401,7 +188,7 @@ template <class T>
 void power_backward(
     int type, const Shape& shape, const void* x, const void* dy, const void* s, const void* stats, const void* nu,
     const void* weight, double scale, void* dx, void* dweight, void* dbias, double* row) {
-  Call<T> call(type, shape, 2);
+  Call<T> call(table[type], shape, 2);
   const int64_t channels = shape.channels;
   const T *sum_sq = static_cast<const T*>(stats), *r = sum_sq + channels, *r_back = r + channels;
   const bool live = live_gradient(type, shape, dy);
@@ -435,7 +222,7 @@ template <class T>
 void power_v_forward(
     int type, const Shape& shape, const void* x, const void* weight, const void* bias, void* y, void* s, void* stats,
     double eps) {
-  Call<T> call(type, shape, 2);
+  Call<T> call(table[type], shape, 2);
   const int64_t channels = shape.channels;
   T *a = call.vector(0), *zeros = bias == nullptr ? call.vector(0) : nullptr;
   T *sum_sq = static_cast<T*>(stats), *r = sum_sq + channels;
@@ -461,7 +248,7 @@ template <class T>
 void power_v_backward(
     int type, const Shape& shape, const void* x, const void* dy, const void* s, const void* stats, const void* weight,
     void* dx, void* dweight, void* dbias, double* row) {
-  Call<T> call(type, shape, 2);
+  Call<T> call(table[type], shape, 2);
   const int64_t channels = shape.channels, count = real_rows(shape);
   const T *sum_sq = static_cast<const T*>(stats), *r = sum_sq + channels;
   T *a = call.vector(0), *b = call.vector(0);
@@ -493,7 +280,7 @@ void batch_forward(
   const int64_t channels = shape.channels;
   T *mean = static_cast<T*>(stats), *off = mean + channels, *r = off + channels;
   const double count = static_cast<double>(std::max<int64_t>(moment_rows<T>(type, shape, x, s, mean, off, eps), 1));
-  Call<T> call(type, shape, 2);
+  Call<T> call(table[type], shape, 2);
   T *a = call.vector(0), *zeros = bias == nullptr ? call.vector(0) : nullptr;
   for (int64_t j = 0; j < channels; ++j) {
     r[j] = static_cast<T>(1 / std::sqrt(off[j] / count + eps));
@@ -512,7 +299,7 @@ template <class T>
 void batch_backward(
     int type, const Shape& shape, const void* x, const void* dy, const void* s, const void* stats, const void* weight,
     void* dx, void* dweight, void* dbias, double* row) {
-  Call<T> call(type, shape, 3);
+  Call<T> call(table[type], shape, 3);
   const int64_t channels = shape.channels, real = real_rows(shape);
   const double count = static_cast<double>(real), n = std::max(count, 1.0);
   const T *mean = static_cast<const T*>(stats), *off = mean + channels, *r = off + channels;

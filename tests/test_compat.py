@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -304,6 +305,7 @@ class TestN12ImportedTwice:
         utils.import_user_module(argparse.Namespace(user_dir=str(tmp_path / "renamed")))
         assert "renamed.models.architectures" in sys.modules
         assert known == models.MODEL_REGISTRY
+        assert pickle.loads(pickle.dumps(models.MODEL_DATACLASS_REGISTRY["transformer_pn"]())).encoder_layers == 6
 
     @pytest.mark.parametrize("spelling", ["{plugin}", "{plugin}/", "{parent}/tests/../powernorm_fairseq"])
     def test_by_its_own_path(self, spelling):

@@ -42,10 +42,14 @@ def flat_fields(config: Any, prefix: str = "") -> List[FieldTriple]:
 
 
 def derived(name: str, bases: Tuple[Any, ...], new_fields: List[FieldTriple], doc: str) -> Any:
-    """A dataclass with the fields of ``bases`` and new ones; an attribute of this module, so that it can be pickled."""
-    made = make_dataclass(name, new_fields, bases=bases, namespace={"__module__": __name__, "__doc__": doc})
-    globals()[name] = made
-    return made
+    """A dataclass with the fields of ``bases`` and new ones; an attribute of this module, so that it can be pickled.
+
+    A second call with a name, as when the plugin is imported under another name too, gives what the first made.
+    """
+    if name not in globals():
+        namespace = {"__module__": __name__, "__doc__": doc}
+        globals()[name] = make_dataclass(name, new_fields, bases=bases, namespace=namespace)
+    return globals()[name]
 
 
 def option(default: Any, text: str) -> Any:

@@ -27,6 +27,7 @@ class BatchNorm(RunningNorm):
             SyncBatchNorm does), or ``none``.
     """
 
+    STATISTICS = ("running_mean", "running_var")
     sums_recorded = 2
     running_mean: Tensor
     running_var: Tensor

@@ -13,6 +13,7 @@ from powernorm_fairseq.norms.running import RunningNorm
 
 
 class _QuadraticMeanNorm(RunningNorm):
+    STATISTICS = ("running_psi_sq",)
     running_psi_sq: Tensor
 
     def __init__(self, dim: int, groups: int, alpha_fwd: float, eps: float, affine: bool, sync: str) -> None:

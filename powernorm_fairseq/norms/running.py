@@ -48,6 +48,31 @@ class Workers:
         raise NotImplementedError
 
 
+class _Update:
+    """What changes in each update. Not attributes of the module, which takes ten times as long to set them.
+
+    Attributes:
+        pending: contributions since the last commit.
+        added_up: gives those of all workers.
+        ever_given: whether any were given to be added up.
+        gradients: sums of a watched update.
+        stated: finished updates, as ``set_num_updates`` said last.
+        told: whether it said so, for ``torch.compile``, which would make a graph anew for each number.
+        counted: finished updates, as counted here.
+        constants: what evaluation computed of the statistics, and of which versions of them.
+    """
+
+    def __init__(self, stated: Optional[int] = None, told: bool = False, counted: int = 0) -> None:
+        self.pending: Optional[Tensor] = None
+        self.added_up: Optional[Callable[[], Tensor]] = None
+        self.ever_given = False
+        self.gradients: Optional[Tensor] = None
+        self.stated = stated
+        self.told = told
+        self.counted = counted
+        self.constants: Optional[Tuple[List[Tuple[Tensor, int]], Tuple[Tensor, ...]]] = None
+
+
 class RunningNorm(Norm):
     """A norm with statistics over tokens that survive the batch.
 
@@ -75,6 +100,7 @@ class RunningNorm(Norm):
             forward pass, and one in the backward pass where the gradient is exact), or ``none``.
 
     Attributes:
+        STATISTICS: the buffers on which evaluation depends.
         sums_recorded: how many sums (C,) a backward pass records.
         shared: whether sums are added up over workers before they are absorbed.
         measuring: training forwards are measured instead (``norms.measuring``), which adds to ``tally``
@@ -89,6 +115,7 @@ class RunningNorm(Norm):
     """
 
     COUNTERS = ("updates_tracked", "updates_skipped", "updates_bounded")
+    STATISTICS: Tuple[str, ...]
 
     token_wise = False
     sums_recorded: int
@@ -109,43 +136,34 @@ class RunningNorm(Norm):
         # Counters are floating point: scripts that average or decay all buffers fail on integers.
         for name in self.COUNTERS:
             self.register_buffer(name, torch.zeros((), dtype=torch.float32))
-        self._pending: Optional[Tensor] = None
-        self._added_up: Optional[Callable[[], Tensor]] = None
-        self._ever_given = False
         self.measuring = False
         self.tally: Optional[Tensor] = None
         self.watched = False
         self.seen: Dict[str, Tensor] = {}
-        self._gradients: Optional[Tensor] = None
-        self._stated_updates: Optional[int] = None
-        self._told = False
-        self._own_updates = 0
-        self._constants: Optional[Tuple[List[Tuple[Tensor, int]], Tuple[Tensor, ...]]] = None
+        self._update = _Update()
         self.token = operators.token_of(self)
 
     @property
     def num_updates(self) -> int:
         """Finished updates: as ``set_num_updates`` said last, else as counted here."""
-        return self._own_updates if self._stated_updates is None else self._stated_updates
+        return self._update.counted if self._update.stated is None else self._update.stated
 
     def set_num_updates(self, num_updates: int) -> None:
         """Takes the number of finished updates; a new number ends the update that was being gathered."""
-        if num_updates == self._stated_updates:
+        if num_updates == self._update.stated:
             return
         self.commit()
-        if self._pending is not None:
+        if self._update.pending is not None:
             raise RuntimeError(
                 "a new update begins, but the statistics of the last have not been added up over the workers: call "
                 "SharedStatistics.reduce() after the last backward pass of each update"
             )
-        self._stated_updates = num_updates
-        if not self._told:
-            self._told = True
+        self._update.stated, self._update.told = num_updates, True
 
     def normalize(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
         if not self.training:
             return self.normalize_by_statistics(x, padding)
-        if getattr(self, "_is_replica", False):
+        if "_is_replica" in self.__dict__:
             raise RuntimeError(
                 "torch.nn.DataParallel throws away what its replicas gather, so that running statistics would never "
                 "change: use DistributedDataParallel with norms.sharing.SharedStatistics"
@@ -155,7 +173,7 @@ class RunningNorm(Norm):
                 self.tally = _plus(self.tally, contribution(True, *self.measure(x, padding)))
         elif operators.tracing():
             # Whether there is an update to absorb shows when the graph runs.
-            if not self._told:
+            if not self._update.told:
                 operators.begin(self.token, list(self.buffers(recurse=False)))
         else:
             self.begin_forward()
@@ -163,11 +181,11 @@ class RunningNorm(Norm):
 
     def begin_forward(self) -> None:
         """Before a training forward: where nobody says when an update ends, the last one has ended now."""
-        if not self._told and self._has_update() and not inside_backward():
+        if not self._update.told and self._has_update() and not inside_backward():
             self.commit()
 
     def _has_update(self) -> bool:
-        return self._added_up is not None if self.shared else self._pending is not None
+        return self._update.added_up is not None if self.shared else self._update.pending is not None
 
     def normalize_in_training(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
         """The norm of a training batch, whose backward pass calls :meth:`record`."""
@@ -178,17 +196,21 @@ class RunningNorm(Norm):
         raise NotImplementedError
 
     def constants(self) -> Tuple[Tensor, ...]:
-        """:meth:`constants_of_statistics`, computed once and kept until a buffer has changed."""
-        buffers = [buffer for buffer in self._buffers.values() if buffer is not None]
-        if operators.tracing() or any(buffer.is_inference() for buffer in buffers):  # the latter have no version
-            return self.constants_of_statistics()
-        if self._constants is not None:
-            versions, constants = self._constants
-            if all(new is old and new._version == version for new, (old, version) in zip(buffers, versions)):
+        """:meth:`constants_of_statistics`, computed once and kept until a statistic has changed."""
+        kept = None if operators.tracing() else self._update.constants
+        if kept is not None:
+            versions, constants = kept
+            for name, (tensor, version) in zip(self.STATISTICS, versions):
+                if self._buffers[name] is not tensor or tensor._version != version:
+                    break
+            else:
                 return constants
+        statistics: List[Any] = [self._buffers[name] for name in self.STATISTICS]
+        if operators.tracing() or any(tensor.is_inference() for tensor in statistics):  # the latter have no version
+            return self.constants_of_statistics()
         with torch.inference_mode(False), torch.no_grad():
             constants = self.constants_of_statistics()
-        self._constants = [(buffer, buffer._version) for buffer in buffers], constants
+        self._update.constants = [(tensor, tensor._version) for tensor in statistics], constants
         return constants
 
     def constants_of_statistics(self) -> Tuple[Tensor, ...]:
@@ -242,7 +264,7 @@ class RunningNorm(Norm):
             sums: (C,) each, of gradients that are ``get_gradient_scale()`` times those of the loss.
         """
         rows = torch.stack([count.to(sums[0].dtype).expand(self.dim), *(part / get_gradient_scale() for part in sums)])
-        self._gradients = _plus(self._gradients, torch.where(live, rows, torch.zeros_like(rows)))
+        self._update.gradients = _plus(self._update.gradients, torch.where(live, rows, torch.zeros_like(rows)))
 
     def _size(self, vector: Tensor) -> Tensor:
         return torch.linalg.vector_norm(vector) / self.dim
@@ -253,7 +275,7 @@ class RunningNorm(Norm):
         Args:
             contribution: (2 + K C,) as :func:`norms.formulas.contribution` makes it of K sums.
         """
-        self._pending = _plus(self._pending, contribution)
+        self._update.pending = _plus(self._update.pending, contribution)
 
     def give_pending(self) -> Tensor:
         """What is pending (dropped, count, sums...), of a length that does not depend on what there is; it is given up.
@@ -261,8 +283,8 @@ class RunningNorm(Norm):
         For whoever adds it up over the workers and hands the total to :meth:`take_total`.
         """
         self.commit()
-        self._ever_given = True
-        pending, self._pending = self._pending, None
+        self._update.ever_given = True
+        pending, self._update.pending = self._update.pending, None
         if pending is None:
             device = self.updates_tracked.device
             dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -271,7 +293,7 @@ class RunningNorm(Norm):
 
     def take_total(self, total: Callable[[], Tensor]) -> None:
         """Takes what :meth:`give_pending` gave, added up over the workers; it is asked for when it is absorbed."""
-        self._added_up = total
+        self._update.added_up = total
 
     def commit(self) -> None:
         """Ends the update that is being gathered: absorbs what is pending, if anything is.
@@ -279,25 +301,25 @@ class RunningNorm(Norm):
         With several workers, what has been added up over them.
         """
         if self.shared:
-            pending = None if self._added_up is None else self._added_up()
-            self._added_up = None
-            if self._pending is not None and not self._ever_given:
-                self._ever_given = True  # says it once
+            pending = None if self._update.added_up is None else self._update.added_up()
+            self._update.added_up = None
+            if self._update.pending is not None and not self._update.ever_given:
+                self._update.ever_given = True  # says it once
                 logger.warning(
                     "SharedStatistics.reduce() was never called, so that running statistics stay as they are"
                 )
         else:
-            pending, self._pending = self._pending, None
+            pending, self._update.pending = self._update.pending, None
         if pending is None:
             return
         if self.watched:
             self._compare(pending)
-        self._constants = None  # a fused implementation changes tensors without their noticing
+        self._update.constants = None  # a fused implementation changes tensors without their noticing
         fused = kernels.fused(pending)
         if not hasattr(fused, "absorb") or not self.absorb_fused(fused.absorb, pending):
             self._absorb(pending)
-        if self._stated_updates is None:
-            self._own_updates = int(self.updates_tracked)
+        if self._update.stated is None:
+            self._update.counted = int(self.updates_tracked)
 
     def _parts(self, contribution: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         """dropped (), count () and sums (K, C), where the norm is."""
@@ -314,16 +336,16 @@ class RunningNorm(Norm):
     @torch.no_grad()
     def _compare(self, contribution: Tensor) -> None:
         _, count, sums = self._parts(contribution)
-        self.seen, self._gradients = self.compare(count, sums, self._gradients), None
+        self.seen, self._update.gradients = self.compare(count, sums, self._update.gradients), None
 
     def discard_pending(self) -> None:
         """Forgets what was gathered since the last commit: the update failed and will be tried again."""
-        self._pending = self._added_up = self._gradients = None
+        self._update.pending = self._update.added_up = self._update.gradients = None
 
     def train(self, mode: bool = True) -> "RunningNorm":
         if not mode:
             self.commit()
-        self._constants = None
+        self._update.constants = None
         super().train(mode)
         return self
 
@@ -341,10 +363,10 @@ class RunningNorm(Norm):
             if buffer is not None and buffer.dtype in (torch.float16, torch.bfloat16):
                 self._buffers[name] = buffer.float()
         # What a trainer said belongs to the state that is gone; fairseq says it again before the next forward.
-        self._stated_updates = None
-        self._told = False
+        self._update.stated = None
+        self._update.told = False
         if not self.updates_tracked.is_meta:
-            self._own_updates = int(self.updates_tracked)
+            self._update.counted = int(self.updates_tracked)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> "RunningNorm":
         before = dict(self._buffers)
@@ -357,9 +379,9 @@ class RunningNorm(Norm):
 
     def __getstate__(self) -> Dict[str, Any]:
         # A copy starts with nothing pending, and alone: backward passes through the original are not the copy's.
-        nothing: Dict[str, Any] = {"_pending": None, "_added_up": None, "measuring": False, "tally": None}
-        nothing.update(watched=False, seen={}, _gradients=None, _constants=None, token=None)
-        return {**self.__dict__, **nothing, "shared": False, "workers": None}
+        update = _Update(self._update.stated, self._update.told, self._update.counted)
+        nothing: Dict[str, Any] = {"measuring": False, "tally": None, "watched": False, "seen": {}, "token": None}
+        return {**self.__dict__, **nothing, "_update": update, "shared": False, "workers": None}
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -29,10 +29,10 @@ def commit_in_evaluation(norm):
     """As a trainer does that validates before it says that the update is over."""
     norm.train()
     step(norm, *some(5))
-    pending, norm._pending = norm._pending, None
+    pending, norm._update.pending = norm._update.pending, None
     norm.eval()
     norm(some(1)[0])
-    norm._pending = pending
+    norm._update.pending = pending
     norm.commit()
 
 
@@ -95,7 +95,7 @@ def test_constants_are_computed_once_while_nothing_changes(monkeypatch, name):
     norm(x.requires_grad_()).sum().backward()
     assert len(calls) == 1
     norm.train()
-    assert norm._constants is None  # nothing is held in training
+    assert norm._update.constants is None  # nothing is held in training
 
 
 @running
@@ -112,7 +112,7 @@ def test_copies_keep_nothing_of_the_original(name):
     norm, (x, _) = trained(name), some(1)
     y = norm(x)
     for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
-        assert other._constants is None
+        assert other._update.constants is None
         assert torch.equal(other(x), y)
         statistics(other).mul_(2.0)
         assert not torch.equal(other(x), y) and torch.equal(norm(x), y)

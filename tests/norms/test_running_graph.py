@@ -70,7 +70,7 @@ def test_one_module_used_twice_in_a_graph(name, stated):
             one.zero_grad()
             one.set_num_updates(update)
         if not stated:
-            norm._stated_updates = None
+            norm._update.stated = None
         x, dy = some(update)
         x.requires_grad_()
         inner = norm(x)

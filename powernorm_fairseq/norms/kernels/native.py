@@ -23,7 +23,7 @@ from powernorm_fairseq.norms.rows import Backward, Forward, compute_dtype
 logger = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("_native.so")
-ABI = 1
+ABI = 2  # csrc/native.h
 # A binding fits the torch that it was built with, so that its name says which this is.
 BINDING = "_binding_" + re.sub(r"\W", "_", torch.__version__)
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -73,9 +73,10 @@ def load_binding() -> Any:
     if library is None:
         return None
     try:
-        return importlib.import_module(f"{__package__}.{BINDING}")
+        module = importlib.import_module(f"{__package__}.{BINDING}")
     except ImportError:  # autograd functions in Python do the same
         return None
+    return module if module.ABI == ABI else None
 
 
 library = load()
@@ -321,6 +322,8 @@ def absorb(
     Returns:
         False if the library cannot do it; nothing has changed then.
     """
+    if binding is not None:
+        return getattr(binding, f"{name}_absorb")(contribution, *counters, *statistics, *numbers)
     first = statistics[0]
     dtype = first.dtype
     if not first.is_cpu or dtype not in (torch.float32, torch.float64) or contribution.dtype != torch.float64:

@@ -31,7 +31,7 @@ void* to(const Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_p
 
 // (C,) in the type of the arithmetic; stays undefined.
 Tensor vector(const Tensor& v, const Tensor& x) {
-  return v.defined() ? v.detach().to(computing(x).dtype()).contiguous() : v;
+  return v.defined() ? v.to(computing(x).dtype()).contiguous() : v;
 }
 
 Tensor like(const Tensor& gradient, const Tensor& parameter) {
@@ -259,6 +259,47 @@ struct Standardize : torch::autograd::Function<Standardize> {
   }
 };
 
+// ---- the end of an update (norms/kernels/native.py: absorb) ----
+
+// Whether the library can do it with these: the contribution, counters and statistics.
+bool absorbable(const Tensor& row, std::initializer_list<std::reference_wrapper<const Tensor>> buffers) {
+  const auto type = buffers.begin()->get().scalar_type();
+  if (row.scalar_type() != torch::kFloat64 || (type != torch::kFloat32 && type != torch::kFloat64)) return false;
+  for (const Tensor& buffer : buffers)
+    if (!buffer.is_cpu() || buffer.scalar_type() != type || !buffer.is_contiguous()) return false;
+  return true;
+}
+
+const double* sums_of(const Tensor& row) { return static_cast<const double*>(at(row)); }
+
+bool power_absorb(
+    const Tensor& row, const Tensor& tracked, const Tensor& skipped, const Tensor& bounded, const Tensor& psi_sq,
+    const Tensor& nu, double alpha_fwd, double alpha_bkw, double update, double warmup, bool released) {
+  if (!absorbable(row, {psi_sq, nu, tracked, skipped, bounded})) return false;
+  powernorm_power_absorb(
+      type_of(psi_sq), psi_sq.size(0), alpha_fwd, alpha_bkw, update, warmup, released, sums_of(row), to(tracked),
+      to(skipped), to(bounded), to(psi_sq), to(nu));
+  return true;
+}
+
+bool power_v_absorb(
+    const Tensor& row, const Tensor& tracked, const Tensor& skipped, const Tensor& bounded, const Tensor& psi_sq,
+    double alpha_fwd) {
+  if (!absorbable(row, {psi_sq, tracked, skipped, bounded})) return false;
+  powernorm_power_v_absorb(
+      type_of(psi_sq), psi_sq.size(0), alpha_fwd, sums_of(row), to(tracked), to(skipped), to(bounded), to(psi_sq));
+  return true;
+}
+
+bool batch_absorb(
+    const Tensor& row, const Tensor& tracked, const Tensor& skipped, const Tensor& bounded, const Tensor& mean,
+    const Tensor& var, double momentum) {
+  if (!absorbable(row, {mean, var, tracked, skipped, bounded})) return false;
+  powernorm_batch_absorb(
+      type_of(mean), mean.size(0), momentum, sums_of(row), to(tracked), to(skipped), to(bounded), to(mean), to(var));
+  return true;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -297,4 +338,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                                double scale, double k) {
     return Standardize::apply(x, eps, released, detach_mean, detach_sigma, scale, k);
   });
+  module.def("power_absorb", &power_absorb);
+  module.def("power_v_absorb", &power_v_absorb);
+  module.def("batch_absorb", &batch_absorb);
+  module.attr("ABI") = ABI;
 }

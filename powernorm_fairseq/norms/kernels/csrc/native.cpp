@@ -401,7 +401,7 @@ void batch_absorb(const double* row, int64_t channels, T* mean, T* var, T* const
 
 extern "C" {
 
-PUBLIC int powernorm_abi() { return 1; }
+PUBLIC int powernorm_abi() { return ABI; }
 
 // The instruction set in use: 0 portable, 1 AVX2, 2 AVX-512.
 PUBLIC int powernorm_instructions() {

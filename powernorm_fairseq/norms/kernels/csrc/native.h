@@ -15,6 +15,9 @@
 #define SHAPE_ARGUMENTS \
   int type, int threads, int64_t rows, int64_t channels, int64_t groups, double eps, const uint8_t* padding
 
+// Changes with anything below; also with what binding.cpp offers. norms/kernels/native.py wants the same number.
+constexpr int ABI = 2;
+
 extern "C" {
 
 PUBLIC int powernorm_abi();

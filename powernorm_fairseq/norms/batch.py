@@ -62,7 +62,7 @@ class BatchNorm(RunningNorm):
         return group_rms_scale(x, self.groups, self.eps, self.weight, self.bias, padding, factor=r, shift=mean)
 
     def constants_of_statistics(self) -> Tuple[Tensor, ...]:
-        return torch.rsqrt(self.running_var + self.eps), self.running_mean
+        return torch.rsqrt(self.running_var + self.eps), self.running_mean.clone()
 
     def measure(self, x: Tensor, padding: Optional[Tensor]) -> Tuple[Tensor, ...]:
         return mean_and_squares(*moment_sums(x, padding, self.groups, self.eps))

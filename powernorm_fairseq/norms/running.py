@@ -30,6 +30,13 @@ def inside_backward() -> bool:
     return True
 
 
+def _seen(statistic: Any) -> Any:
+    """By what a change shows: a copy on CPUs, where looking at the values is cheap, else the version; or None."""
+    if type(statistic) is Tensor and statistic.device.type == "cpu":
+        return statistic.clone()
+    return None if statistic.is_inference() else statistic._version
+
+
 def _plus(total: Optional[Tensor], new: Tensor) -> Tensor:
     return new if total is None else total + new
 
@@ -59,7 +66,7 @@ class _Update:
         stated: finished updates, as ``set_num_updates`` said last.
         told: whether it said so, for ``torch.compile``, which would make a graph anew for each number.
         counted: finished updates, as counted here.
-        constants: what evaluation computed of the statistics, and of which versions of them.
+        constants: what evaluation computed of the statistics, and by what it is known whether they are still the same.
     """
 
     def __init__(self, stated: Optional[int] = None, told: bool = False, counted: int = 0) -> None:
@@ -70,7 +77,7 @@ class _Update:
         self.stated = stated
         self.told = told
         self.counted = counted
-        self.constants: Optional[Tuple[List[Tuple[Tensor, int]], Tuple[Tensor, ...]]] = None
+        self.constants: Optional[Tuple[List[Tuple[str, Any, Any]], Tuple[Tensor, ...]]] = None
 
 
 class RunningNorm(Norm):
@@ -196,21 +203,24 @@ class RunningNorm(Norm):
         raise NotImplementedError
 
     def constants(self) -> Tuple[Tensor, ...]:
-        """:meth:`constants_of_statistics`, computed once and kept until a statistic has changed."""
-        kept = None if operators.tracing() else self._update.constants
+        """:meth:`constants_of_statistics`, computed once and kept until a statistic has changed.
+
+        Changes by a collective or through ``.data`` are noticed on CPUs only; elsewhere they want a call of ``eval()``.
+        """
+        kept, buffers = self._update.constants, self._buffers
+        if operators.tracing() or kernels.jit_tracing():
+            return self.constants_of_statistics()
         if kept is not None:
-            versions, constants = kept
-            for name, (tensor, version) in zip(self.STATISTICS, versions):
-                if self._buffers[name] is not tensor or tensor._version != version:
+            for name, before, known in kept[0]:
+                now: Any = buffers[name]
+                if now is not before or (now._version != known if type(known) is int else not torch.equal(now, known)):
                     break
             else:
-                return constants
-        statistics: List[Any] = [self._buffers[name] for name in self.STATISTICS]
-        if operators.tracing() or any(tensor.is_inference() for tensor in statistics):  # the latter have no version
-            return self.constants_of_statistics()
+                return kept[1]
         with torch.inference_mode(False), torch.no_grad():
             constants = self.constants_of_statistics()
-        self._update.constants = [(tensor, tensor._version) for tensor in statistics], constants
+        seen = [(name, buffers[name], _seen(buffers[name])) for name in self.STATISTICS]
+        self._update.constants = None if any(known is None for *_, known in seen) else (seen, constants)
         return constants
 
     def constants_of_statistics(self) -> Tuple[Tensor, ...]:

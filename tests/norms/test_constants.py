@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +49,9 @@ CHANGES = {
     "load_state_dict(assign=True)": lambda norm: norm.load_state_dict(other_state(norm), assign=True),
     "another dtype": lambda norm: norm.float().double(),
     "statistics in place": lambda norm: statistics(norm).mul_(3.0),
+    "statistics through data": lambda norm: statistics(norm).data.mul_(3.0),
+    "statistics under their data": lambda norm: setattr(statistics(norm), "data", statistics(norm) * 3.0),
+    "statistics in an array": lambda norm: np.multiply(statistics(norm).numpy(), 3.0, out=statistics(norm).numpy()),
     "statistics by name": lambda norm: norm.register_buffer(
         statistics_name(norm), statistics(norm).detach().clone() * 3.0
     ),
@@ -81,6 +85,20 @@ def test_nothing_stale_is_used(name, change):
         wanted.load_state_dict(norm.state_dict())
         assert torch.equal(after, wanted.eval()(x))
     assert change == "another dtype" or not torch.equal(before, after)
+
+
+@running
+def test_an_update_leaves_the_gradients_of_an_earlier_evaluation_alone(name):
+    gradients = []
+    for between in (False, True):
+        norm, (x, dy) = trained(name), some(1)
+        y = norm(x)
+        if between:
+            commit(norm)
+        norm.zero_grad()
+        y.backward(dy)
+        gradients.append(norm.weight.grad)
+    assert torch.equal(*gradients)
 
 
 @running

@@ -22,6 +22,9 @@ _BACKENDS = {"cpu": "native", "cuda": "gpu"}
 # What torch.compile traces must be plain PyTorch; of the norms only rarely used parts are (norms/operators.py).
 _compiling = torch.compiler.is_compiling if hasattr(torch, "compiler") else lambda: False
 
+# What a trace of torch.jit records are calls of PyTorch alone: results of kernels would be constants in it.
+_jit_state = torch._C._get_tracing_state
+
 _choice = "auto"
 _loaded: Dict[str, Any] = {}
 
@@ -38,9 +41,16 @@ def available(name: str) -> Any:
     return _loaded[name]
 
 
+def jit_tracing() -> bool:
+    """Whether ``torch.jit`` is recording what is called."""
+    return _jit_state() is not None
+
+
 def fused(x: Tensor) -> Any:
     """The module whose functions are to be used on ``x``, or None for plain PyTorch."""
-    if _choice == "torch" or _compiling() or type(x) not in (Tensor, nn.Parameter) or x.dtype not in _TYPES:
+    if _choice == "torch" or _compiling() or _jit_state() is not None:
+        return None
+    if type(x) not in (Tensor, nn.Parameter) or x.dtype not in _TYPES:
         return None
     name = "gpu" if _choice == "gpu" else _BACKENDS.get(x.device.type)  # Triton's interpreter takes CPU tensors too
     return None if name is None else _loaded[name] if name in _loaded else available(name)

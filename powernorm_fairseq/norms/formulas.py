@@ -130,7 +130,7 @@ def power_norm_backward(
     weight = vector(weight, x)
     fused = kernels.fused(x)
     if fused is not None:
-        return Gradients(*fused.power_norm_backward(x, dy, weight, padding, s, stats, nu, scale, want_dx))
+        return Gradients(*fused.power_norm_backward(x, dy, weight, padding, s, stats, vector(nu, x), scale, want_dx))
     sum_sq, r, r_back = stats
     live = any_nonzero(dy, padding)
     # Nothing came back, so nothing is passed on: the approximation would subtract nu * xhat all the same.

@@ -42,7 +42,9 @@ _ONE_ADDRESS = ctypes.addressof(_ONE)
 
 def _flat(x: Tensor, padding: Optional[Tensor]) -> Tuple[Tensor, Optional[Tensor]]:
     if padding is not None:
-        plain = not operators.tracing() and kernels.fused(x) is None
+        if padding.shape != x.shape[:-1]:
+            raise ValueError(f"expected a mask of shape {tuple(x.shape[:-1])}, got {tuple(padding.shape)}")
+        plain = not (operators.tracing() or kernels.jit_tracing()) and kernels.fused(x) is None
         if plain and padding.device.type == "cpu" and not padding.any():
             padding = None  # less work, same result
         else:

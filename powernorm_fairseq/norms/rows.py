@@ -25,8 +25,19 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def vector(v: Optional[Tensor], like: Tensor) -> Optional[Tensor]:
-    """``v`` (C,) in the computing type of ``like``, contiguous."""
-    if v is None or (v.dtype == compute_dtype(like) and v.is_contiguous()):
+    """``v`` (C,) in the computing type of ``like``, contiguous.
+
+    Raises:
+        ValueError: it is not a vector of the channels of ``like`` on the same device.
+    """
+    if v is None:
+        return v
+    if v.shape != like.shape[-1:] or v.device != like.device:
+        raise ValueError(
+            f"expected a vector of {like.shape[-1]} channels on {like.device}, got one of shape {tuple(v.shape)} on "
+            f"{v.device}"
+        )
+    if v.dtype == compute_dtype(like) and v.is_contiguous():
         return v  # nearly always; asking costs less than two conversions that do nothing
     return v.to(compute_dtype(like)).contiguous()
 
@@ -35,8 +46,9 @@ def blocks(x: Tensor, rows: Optional[int] = None) -> Iterator[slice]:
     """Slices that cover the rows of ``x`` (N, C), of ``rows`` rows each if this is given."""
     count, channels = x.shape
     if rows is None:
-        on_cpu = x.device.type == "cpu"
-        rows = max(torch.get_num_threads() * BLOCK_ELEMENTS // channels, 1) if on_cpu else max(count, 1)
+        # A trace would keep the number of blocks for all inputs.
+        several = x.device.type == "cpu" and not kernels.jit_tracing()
+        rows = max(torch.get_num_threads() * BLOCK_ELEMENTS // channels, 1) if several else max(count, 1)
     return (slice(start, min(start + rows, count)) for start in range(0, count, rows))
 
 

@@ -6,6 +6,7 @@ import torch
 
 from powernorm_fairseq.norms import create_norm
 from powernorm_fairseq.norms import functional as F
+from tests.norms.helpers import NAMES
 
 MASK = torch.tensor([False, False, True, False, False, True, False])
 masked = pytest.mark.parametrize("padding", [None, MASK])
@@ -75,6 +76,32 @@ def test_power_norm_with_the_exact_nu_has_the_gradient_of_power_norm_v():
     y = F.power_norm(x, weight, bias, torch.ones(6).double(), nu, MASK, 2, eps, use_batch_psi=True)
     for one, other in zip(torch.autograd.grad(y, (x, weight, bias), dy.detach()), wanted):
         assert torch.allclose(one, other, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_input_that_was_changed_in_place_has_no_gradient_any_more(name):
+    """The backward pass needs it as it was: as with torch's own layers, an error and no wrong gradient."""
+    norm = create_norm(name, 6, {"groups": 2})
+    for shape in ((4, 6), (3, 2, 6)):
+        x = torch.randn(shape, requires_grad=True) * 1.0
+        y = norm(x)
+        x += 1
+        if name == "none":
+            continue
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_trace_of_torch_jit_computes(name):
+    norm = create_norm(name, 6, {"groups": 2}).eval()
+    norm(torch.randn(4, 6))  # keeps what it computed of the statistics
+    traced = torch.jit.trace(norm, torch.randn(4, 6), check_trace=False)
+    for statistic in norm.buffers():
+        statistic += 1  # it is the trace's, too
+    x = torch.randn(30, 6)
+    assert torch.allclose(traced(x), norm(x), atol=1e-6)
 
 
 @pytest.mark.parametrize("name, channel_vectors", [("power", 6), ("power_v", 4), ("batch", 5), ("rms", 1), ("ada", 0)])

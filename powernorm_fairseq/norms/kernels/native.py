@@ -110,6 +110,8 @@ def _check(result: int) -> None:
 
 def _shape(x: Tensor, padding: Optional[Tensor], groups: int, eps: float = 0.0) -> Tuple[Any, ...]:
     rows, channels = x.shape
+    if groups and channels % groups:
+        raise ValueError(f"{groups} groups of {channels} channels")
     return TYPES[x.dtype], torch.get_num_threads(), rows, channels, groups, eps, _at(padding)
 
 

@@ -231,6 +231,31 @@ def test_an_error_while_recording_reaches_the_caller_of_backward(monkeypatch):
             y.sum().backward()
 
 
+@pytest.mark.parametrize("bound", [False, True])
+def test_vectors_and_masks_that_do_not_fit_are_refused(monkeypatch, bound):
+    """The library would read beyond their ends, or at an address that is none."""
+    if not bound:
+        monkeypatch.setattr(native, "binding", None)
+    x, few, elsewhere = torch.zeros(3, 6), torch.ones(4), torch.ones(6, device="meta")
+    with kernels.use("native"):
+        for wrong in (few, elsewhere):
+            for name in ("weight", "bias", "factor", "shift"):
+                with pytest.raises((ValueError, RuntimeError), match="expected a vector of 6 channels on cpu"):
+                    F.group_rms_scale(x, **{name: wrong})
+            with pytest.raises((ValueError, RuntimeError), match="expected a vector of 6 channels on cpu"):
+                F.power_norm(x, None, None, wrong, torch.zeros(6))
+        with pytest.raises((ValueError, RuntimeError), match=r"expected a .*mask of"):
+            F.group_rms_scale(x, padding=torch.zeros(4, dtype=torch.bool))
+        with pytest.raises((ValueError, RuntimeError), match="4 groups of 6 channels"):
+            F.group_rms_scale(x, groups=4)
+
+
+def test_without_channels_nothing_is_counted():
+    with kernels.use("native"):
+        count, mean, _ = F.moment_sums(torch.zeros(3, 0), None, 0, 1e-5)
+    assert count == 3 and mean.numel() == 0
+
+
 def test_strides_do_not_matter():
     norm = make("power", dim=6)
     norm.set_num_updates(0)

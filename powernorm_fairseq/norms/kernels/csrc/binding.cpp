@@ -31,7 +31,11 @@ void* to(const Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_p
 
 // (C,) in the type of the arithmetic; stays undefined.
 Tensor vector(const Tensor& v, const Tensor& x) {
-  return v.defined() ? v.to(computing(x).dtype()).contiguous() : v;
+  if (!v.defined()) return v;
+  TORCH_CHECK(
+      v.device() == x.device() && v.dim() == 1 && v.size(0) == x.size(-1), "expected a vector of ", x.size(-1),
+      " channels on ", x.device(), ", got one of shape ", v.sizes(), " on ", v.device());
+  return v.to(computing(x).dtype()).contiguous();
 }
 
 Tensor like(const Tensor& gradient, const Tensor& parameter) {
@@ -44,10 +48,23 @@ Tensor given(const Maybe& tensor) { return tensor ? *tensor : Tensor(); }
 
 bool wants(const Maybe& tensor) { return tensor && tensor->requires_grad(); }
 
-Tensor rows_of(const Tensor& x) { return x.detach().reshape({-1, x.size(-1)}).contiguous(); }
-Tensor flat(const Tensor& padding) { return padding.defined() ? padding.reshape(-1).contiguous() : padding; }
+Tensor rows_of(const Tensor& x) { return x.reshape({-1, x.size(-1)}).contiguous(); }
+
+// What the backward pass makes rows of again: x itself, so that a change of it in between is found out, or the copy.
+Tensor source(const Tensor& x, const Tensor& rows) { return x.defined() && x.is_contiguous() ? x : rows; }
+
+Tensor flat(const Tensor& padding, const Tensor& rows) {
+  if (!padding.defined()) return padding;
+  TORCH_CHECK(
+      padding.device() == rows.device() && padding.scalar_type() == torch::kBool && padding.numel() == rows.size(0),
+      "expected a bool mask of ", rows.size(0), " tokens on ", rows.device(), ", got ", padding.scalar_type(),
+      " of shape ", padding.sizes(), " on ", padding.device());
+  return padding.reshape(-1).contiguous();
+}
 
 Tensor scales(const Tensor& rows, int64_t groups) {
+  TORCH_CHECK(
+      groups >= 0 && (groups == 0 || rows.size(1) % groups == 0), groups, " groups of ", rows.size(1), " channels");
   return groups ? torch::empty({rows.size(0), groups}, computing(rows)) : Tensor();
 }
 
@@ -104,12 +121,14 @@ struct GroupRMSScale : torch::autograd::Function<GroupRMSScale> {
       AutogradContext* context, const Tensor& x, const Maybe& weight, const Maybe& bias, const Maybe& padding,
       int64_t groups, double eps, const Maybe& factor, const Maybe& shift) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const Tensor rows = rows_of(x), mask = flat(given(padding)), a = vector(given(factor), x), centre = vector(given(shift), x);
-    const Tensor gain = vector(given(weight), x), offset = vector(given(bias), x), s = scales(rows, groups), y = torch::empty_like(rows);
+    const Tensor rows = rows_of(x), mask = flat(given(padding), rows), gain = vector(given(weight), x);
+    const Tensor offset = vector(given(bias), x), a = vector(given(factor), x), centre = vector(given(shift), x);
+    const Tensor s = scales(rows, groups), y = torch::empty_like(rows);
     check(powernorm_forward_pass(
         SHAPE(rows, mask, groups, eps), at(rows), nullptr, to(s), at(a), at(gain), at(offset), at(centre), to(y),
         nullptr));
-    context->save_for_backward({rows, given(weight), given(bias), mask, s, a, centre});
+    context->save_for_backward(
+        {source(x, rows), given(weight), given(bias), source(given(padding), mask), s, given(factor), given(shift)});
     context->saved_data["wants_dx"] = x.requires_grad();
     context->saved_data["wants_sums"] = wants(weight) || wants(bias);
     return y.view(x.sizes());
@@ -117,18 +136,19 @@ struct GroupRMSScale : torch::autograd::Function<GroupRMSScale> {
 
   static variable_list backward(AutogradContext* context, variable_list outputs) {
     const auto kept = context->get_saved_variables();
-    const Tensor &rows = kept[0], &weight = kept[1], &bias = kept[2], &mask = kept[3], &s = kept[4], &factor = kept[5];
+    const Tensor &weight = kept[1], &bias = kept[2], &s = kept[4];
     variable_list gradients(8);
     {
       torch::NoGradGuard no_grad;
-      const Tensor dy = rows_of(outputs[0]), gain = vector(weight, rows);
+      const Tensor rows = rows_of(kept[0]), dy = rows_of(outputs[0]), gain = vector(weight, rows);
+      const Tensor mask = flat(kept[3], rows), factor = vector(kept[5], rows), centre = vector(kept[6], rows);
       const Tensor a = !factor.defined() ? gain : gain.defined() ? factor * gain : factor;
       const Tensor dx = context->saved_data["wants_dx"].toBool() ? torch::empty_like(rows) : Tensor();
       const bool want_sums = context->saved_data["wants_sums"].toBool();
       const Sums sums(rows);
       check(powernorm_backward_pass(
           SHAPE(rows, mask, s.defined() ? s.size(1) : 0, 0), at(rows), at(dy), at(s), at(a), nullptr, nullptr,
-          at(kept[6]), to(dx), want_sums ? to(sums.bias) : nullptr, want_sums ? to(sums.weight) : nullptr));
+          at(centre), to(dx), want_sums ? to(sums.bias) : nullptr, want_sums ? to(sums.weight) : nullptr));
       if (dx.defined()) gradients[0] = dx.view(outputs[0].sizes());
       if (want_sums) {
         gradients[1] = like(factor.defined() ? sums.weight * factor : sums.weight, weight);
@@ -145,7 +165,7 @@ struct PowerNorm : torch::autograd::Function<PowerNorm> {
       const Tensor& psi_sq, const Tensor& nu, int64_t groups, double eps, bool use_batch_psi, bool released,
       const py::object& record, int64_t scale) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const Tensor rows = rows_of(x), mask = flat(given(padding)), psi = vector(psi_sq, x), gain = vector(given(weight), x);
+    const Tensor rows = rows_of(x), mask = flat(given(padding), rows), psi = vector(psi_sq, x), gain = vector(given(weight), x);
     const Tensor offset = vector(given(bias), x), s = scales(rows, groups), y = torch::empty_like(rows);
     const Tensor stats = torch::empty({4, rows.size(1)}, computing(rows));
     // The last row is a copy of nu: until the backward pass the norm may have absorbed another update.
@@ -153,7 +173,7 @@ struct PowerNorm : torch::autograd::Function<PowerNorm> {
     check(powernorm_power_forward(
         SHAPE(rows, mask, groups, eps), use_batch_psi, released, at(rows), at(psi), at(gain), at(offset), to(y), to(s),
         to(stats)));
-    context->save_for_backward({rows, given(weight), given(bias), mask, s, stats});
+    context->save_for_backward({source(x, rows), given(weight), given(bias), source(given(padding), mask), s, stats});
     context->saved_data["scale"] = scale;
     keep(context, record);
     context->saved_data["wants_dx"] = x.requires_grad();
@@ -162,12 +182,13 @@ struct PowerNorm : torch::autograd::Function<PowerNorm> {
 
   static variable_list backward(AutogradContext* context, variable_list outputs) {
     const auto kept = context->get_saved_variables();
-    const Tensor &rows = kept[0], &weight = kept[1], &bias = kept[2], &mask = kept[3], &s = kept[4], &stats = kept[5];
+    const Tensor &weight = kept[1], &bias = kept[2], &s = kept[4], &stats = kept[5];
     variable_list gradients(12);
     {
       torch::NoGradGuard no_grad;
       const double scale = *reinterpret_cast<const double*>(context->saved_data["scale"].toInt());
-      const Tensor dy = rows_of(outputs[0]), gain = vector(weight, rows), dx = torch::empty_like(rows);
+      const Tensor rows = rows_of(kept[0]), dy = rows_of(outputs[0]), mask = flat(kept[3], rows);
+      const Tensor gain = vector(weight, rows), dx = torch::empty_like(rows);
       const Tensor row = contribution_of(rows, 3), nu = stats[3];
       const Sums sums(rows);
       check(powernorm_power_backward(
@@ -192,11 +213,11 @@ struct BatchStatistics : torch::autograd::Function<BatchStatistics<FORWARD, BACK
       AutogradContext* context, const Tensor& x, const Maybe& weight, const Maybe& bias, const Maybe& padding,
       int64_t groups, double eps, const py::object& record) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const Tensor rows = rows_of(x), mask = flat(given(padding)), gain = vector(given(weight), x), offset = vector(given(bias), x);
+    const Tensor rows = rows_of(x), mask = flat(given(padding), rows), gain = vector(given(weight), x), offset = vector(given(bias), x);
     const Tensor s = scales(rows, groups), y = torch::empty_like(rows);
     const Tensor stats = torch::empty({STATS, rows.size(1)}, computing(rows));
     check(FORWARD(SHAPE(rows, mask, groups, eps), at(rows), at(gain), at(offset), to(y), to(s), to(stats)));
-    context->save_for_backward({rows, given(weight), given(bias), mask, s, stats});
+    context->save_for_backward({source(x, rows), given(weight), given(bias), source(given(padding), mask), s, stats});
     keep(context, record);
     context->saved_data["wants_dx"] = x.requires_grad();
     return y.view(x.sizes());
@@ -204,11 +225,12 @@ struct BatchStatistics : torch::autograd::Function<BatchStatistics<FORWARD, BACK
 
   static variable_list backward(AutogradContext* context, variable_list outputs) {
     const auto kept = context->get_saved_variables();
-    const Tensor &rows = kept[0], &weight = kept[1], &bias = kept[2], &mask = kept[3], &s = kept[4], &stats = kept[5];
+    const Tensor &weight = kept[1], &bias = kept[2], &s = kept[4], &stats = kept[5];
     variable_list gradients(7);
     {
       torch::NoGradGuard no_grad;
-      const Tensor dy = rows_of(outputs[0]), gain = vector(weight, rows);
+      const Tensor rows = rows_of(kept[0]), dy = rows_of(outputs[0]), mask = flat(kept[3], rows);
+      const Tensor gain = vector(weight, rows);
       const Tensor dx = context->saved_data["wants_dx"].toBool() ? torch::empty_like(rows) : Tensor();
       const Tensor row = contribution_of(rows, SUMS);
       const Sums sums(rows);
@@ -236,7 +258,7 @@ struct Standardize : torch::autograd::Function<Standardize> {
     check(powernorm_standardize(
         type_of(rows), at::get_num_threads(), rows.size(0), rows.size(1), eps, scale, k, released, false, false,
         at(rows), nullptr, to(kept[0]), to(kept[1]), to(z)));
-    context->save_for_backward({rows, kept});
+    context->save_for_backward({source(x, rows), kept});
     context->saved_data["numbers"] = std::vector<double>{eps, scale, k};
     context->saved_data["flags"] = released + 2 * detach_mean + 4 * detach_sigma;
     return z.view(x.sizes());
@@ -249,7 +271,7 @@ struct Standardize : torch::autograd::Function<Standardize> {
       torch::NoGradGuard no_grad;
       const auto numbers = context->saved_data["numbers"].toDoubleVector();
       const int64_t flags = context->saved_data["flags"].toInt();
-      const Tensor &rows = kept[0], dz = rows_of(outputs[0]), dx = torch::empty_like(rows);
+      const Tensor rows = rows_of(kept[0]), dz = rows_of(outputs[0]), dx = torch::empty_like(rows);
       check(powernorm_standardize(
           type_of(rows), at::get_num_threads(), rows.size(0), rows.size(1), numbers[0], numbers[1], numbers[2],
           flags & 1, flags & 2, flags & 4, at(rows), at(dz), to(kept[1][0]), to(kept[1][1]), to(dx)));

@@ -118,7 +118,7 @@ struct Strips {
 template <class T>
 Strips strips_of(const Shape& shape, int64_t most_bytes = 0) {
   Strips strips;
-  const int64_t row_bytes = shape.channels * static_cast<int64_t>(sizeof(T));
+  const int64_t row_bytes = std::max<int64_t>(shape.channels, 1) * static_cast<int64_t>(sizeof(T));
   if (most_bytes)
     strips.rows = std::max<int64_t>(most_bytes / row_bytes / 4 * 4, 8);
   else

@@ -1,6 +1,8 @@
 """The fused CPU kernels against the plain passes."""
 
 import logging
+import sys
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -254,6 +256,27 @@ def test_without_channels_nothing_is_counted():
     with kernels.use("native"):
         count, mean, _ = F.moment_sums(torch.zeros(3, 0), None, 0, 1e-5)
     assert count == 3 and mean.numel() == 0
+
+
+@pytest.mark.skipif(native is None or native.binding is None, reason="the binding is not built")
+@pytest.mark.parametrize("function", [F.group_rms_scale, F.ada_norm])
+def test_other_threads_run_while_the_library_works(function):
+    gate, ran, x = threading.Lock(), [], torch.randn(300_000, 6)
+    gate.acquire()
+    thread = threading.Thread(target=lambda: gate.acquire() and ran.append(True))
+    thread.start()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.5)  # longer than the call: the other thread runs only where this one lets it
+    try:
+        with kernels.use("native"), torch.no_grad():
+            function(x)
+            gate.release()
+            function(x)
+            meanwhile = bool(ran)
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
+    assert meanwhile
 
 
 def test_strides_do_not_matter():

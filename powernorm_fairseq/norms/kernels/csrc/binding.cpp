@@ -68,6 +68,16 @@ Tensor scales(const Tensor& rows, int64_t groups) {
   return groups ? torch::empty({rows.size(0), groups}, computing(rows)) : Tensor();
 }
 
+// Lets other threads of Python run while the library works, where that takes longer than the change.
+struct WithoutPython {
+  PyThreadState* state;
+  explicit WithoutPython(const Tensor& rows)
+      : state(rows.numel() >= (1 << 15) && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutPython() {
+    if (state != nullptr) PyEval_RestoreThread(state);
+  }
+};
+
 void check(int result) { TORCH_CHECK(result == 0, "no memory for the sums of a norm's kernel"); }
 
 #define SHAPE(rows, padding, groups, eps)                                                               \
@@ -124,9 +134,12 @@ struct GroupRMSScale : torch::autograd::Function<GroupRMSScale> {
     const Tensor rows = rows_of(x), mask = flat(given(padding), rows), gain = vector(given(weight), x);
     const Tensor offset = vector(given(bias), x), a = vector(given(factor), x), centre = vector(given(shift), x);
     const Tensor s = scales(rows, groups), y = torch::empty_like(rows);
-    check(powernorm_forward_pass(
-        SHAPE(rows, mask, groups, eps), at(rows), nullptr, to(s), at(a), at(gain), at(offset), at(centre), to(y),
-        nullptr));
+    {
+      const WithoutPython unlocked(rows);
+      check(powernorm_forward_pass(
+          SHAPE(rows, mask, groups, eps), at(rows), nullptr, to(s), at(a), at(gain), at(offset), at(centre), to(y),
+          nullptr));
+    }
     context->save_for_backward(
         {source(x, rows), given(weight), given(bias), source(given(padding), mask), s, given(factor), given(shift)});
     context->saved_data["wants_dx"] = x.requires_grad();
@@ -170,9 +183,12 @@ struct PowerNorm : torch::autograd::Function<PowerNorm> {
     const Tensor stats = torch::empty({4, rows.size(1)}, computing(rows));
     // The last row is a copy of nu: until the backward pass the norm may have absorbed another update.
     stats[3].copy_(nu);
-    check(powernorm_power_forward(
-        SHAPE(rows, mask, groups, eps), use_batch_psi, released, at(rows), at(psi), at(gain), at(offset), to(y), to(s),
-        to(stats)));
+    {
+      const WithoutPython unlocked(rows);
+      check(powernorm_power_forward(
+          SHAPE(rows, mask, groups, eps), use_batch_psi, released, at(rows), at(psi), at(gain), at(offset), to(y), to(s),
+          to(stats)));
+    }
     context->save_for_backward({source(x, rows), given(weight), given(bias), source(given(padding), mask), s, stats});
     context->saved_data["scale"] = scale;
     keep(context, record);
@@ -216,7 +232,10 @@ struct BatchStatistics : torch::autograd::Function<BatchStatistics<FORWARD, BACK
     const Tensor rows = rows_of(x), mask = flat(given(padding), rows), gain = vector(given(weight), x), offset = vector(given(bias), x);
     const Tensor s = scales(rows, groups), y = torch::empty_like(rows);
     const Tensor stats = torch::empty({STATS, rows.size(1)}, computing(rows));
-    check(FORWARD(SHAPE(rows, mask, groups, eps), at(rows), at(gain), at(offset), to(y), to(s), to(stats)));
+    {
+      const WithoutPython unlocked(rows);
+      check(FORWARD(SHAPE(rows, mask, groups, eps), at(rows), at(gain), at(offset), to(y), to(s), to(stats)));
+    }
     context->save_for_backward({source(x, rows), given(weight), given(bias), source(given(padding), mask), s, stats});
     keep(context, record);
     context->saved_data["wants_dx"] = x.requires_grad();
@@ -255,9 +274,12 @@ struct Standardize : torch::autograd::Function<Standardize> {
       double scale, double k) {
     at::AutoDispatchBelowADInplaceOrView below;
     const Tensor rows = rows_of(x), z = torch::empty_like(rows), kept = torch::empty({2, rows.size(0)}, computing(rows));
-    check(powernorm_standardize(
-        type_of(rows), at::get_num_threads(), rows.size(0), rows.size(1), eps, scale, k, released, false, false,
-        at(rows), nullptr, to(kept[0]), to(kept[1]), to(z)));
+    {
+      const WithoutPython unlocked(rows);
+      check(powernorm_standardize(
+          type_of(rows), at::get_num_threads(), rows.size(0), rows.size(1), eps, scale, k, released, false, false,
+          at(rows), nullptr, to(kept[0]), to(kept[1]), to(z)));
+    }
     context->save_for_backward({source(x, rows), kept});
     context->saved_data["numbers"] = std::vector<double>{eps, scale, k};
     context->saved_data["flags"] = released + 2 * detach_mean + 4 * detach_sigma;

@@ -27,7 +27,7 @@ FAIRSEQ = [
 ]
 
 KERNELS = "powernorm_fairseq/norms/kernels"
-# Sums may be added up in another order, but infinities and what is not a number keep their meaning.
+# Sums may be added up in another order; what is infinite or no number stays so, if not always the one or the other.
 ARITHMETIC = ["-fno-math-errno", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-ffp-contract=fast"]
 # -O3 takes twice as long and gives nothing more; other compilers than gcc may not know the second.
 OPTIMIZATION = [["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic"], ["-O3"]]

@@ -53,7 +53,7 @@ class BatchNorm(RunningNorm):
 
     def normalize_in_training(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
         return batch_norm(
-            x, self.weight, self.bias, padding, self.groups, self.eps, self.record, self.workers,
+            x, self.weight, self.bias, padding, self.groups, self.eps, self.recorder, self.workers,
             self.record_gradient if self.watched else None, self.token,
         )  # fmt: skip
 

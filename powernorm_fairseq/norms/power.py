@@ -85,7 +85,7 @@ class PowerNorm(_QuadraticMeanNorm):
             self.eps,
             use_batch_psi=not operators.tracing() and self.divides_by_batch_psi(),
             released=self.numerics == "released",
-            record=self.record,
+            record=self.recorder,
             gradient_scale=get_gradient_scale,
             workers=self.workers,
             token=self.token,
@@ -176,7 +176,7 @@ class PowerNormV(_QuadraticMeanNorm):
     def normalize_in_training(self, x: Tensor, padding: Optional[Tensor]) -> Tensor:
         watch = self.record_gradient if self.watched else None
         return power_norm_v(
-            x, self.weight, self.bias, padding, self.groups, self.eps, self.record, self.workers, watch, self.token
+            x, self.weight, self.bias, padding, self.groups, self.eps, self.recorder, self.workers, watch, self.token
         )
 
     def absorb(self, count: Tensor, sums: Tensor) -> None:

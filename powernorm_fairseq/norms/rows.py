@@ -99,7 +99,7 @@ def write_affine(
         torch.addcmul(b, off, a, out=y)
     else:
         y.copy_(torch.addcmul(b, off, a))
-    if padding is not None and not (b is None and shift is None):
+    if padding is not None:  # also what is zero already: statistics may be no numbers
         zero_rows_(y, padding)
 
 
@@ -256,8 +256,6 @@ def backward_pass(
             dh = torch.addcmul(dh, off, b, value=-1)
         if d is not None:
             dh = dh - d
-            if padding is not None:
-                zero_rows_(dh, padding[block])
         if s_part is None:
             dx[block] = dh
         else:
@@ -265,6 +263,8 @@ def backward_pass(
             along = grouped(dh * h, groups).sum(-1, keepdim=True)
             across = torch.addcmul(grouped(dh, groups), grouped(h, groups), along, value=-groups / x.shape[1])
             torch.mul(across, s_part.unsqueeze(-1), out=grouped(dx[block], groups))
+        if padding is not None:
+            zero_rows_(dx[block], padding[block])
     return Backward(dx, sum_dy, sum_dy_h)
 
 

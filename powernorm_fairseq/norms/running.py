@@ -6,6 +6,7 @@ contributions of an update are absorbed in one step.
 """
 
 import logging
+import weakref
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
@@ -80,10 +81,25 @@ class _Update:
         self.constants: Optional[Tuple[List[Tuple[str, Any, Any]], Tuple[Tensor, ...]]] = None
 
 
+class _Recorder:
+    """Hands contributions to :meth:`RunningNorm.record` of a norm that it does not keep alive.
+
+    Python's collector cannot look into graphs of C++: a norm that stores its own output would never be collected.
+    """
+
+    def __init__(self, norm: "RunningNorm") -> None:
+        self.norm = weakref.ref(norm)
+
+    def __call__(self, contribution: Tensor) -> None:
+        norm = self.norm()
+        if norm is not None:
+            norm.record(contribution)
+
+
 class RunningNorm(Norm):
     """A norm with statistics over tokens that survive the batch.
 
-    Subclasses hand :meth:`record` (to ``torch.compile`` their ``token``) to their backward pass and say in
+    Subclasses hand their ``recorder`` (to ``torch.compile`` their ``token``) to their backward pass and say in
     :meth:`absorb` what one update's sums do to the buffers. Statistics are float32 (float64 after ``.double()``)
     whatever ``.half()`` or ``.bfloat16()`` says.
 
@@ -118,6 +134,7 @@ class RunningNorm(Norm):
         updates_tracked: updates absorbed.
         updates_skipped: updates in which a contribution was dropped because a sum was not finite.
         updates_bounded: updates in which a bound on the recursion acted (PowerNorm only).
+        recorder: what a backward pass calls with its contribution (:meth:`record`).
         token: by which operators that ``torch.compile`` has put into a graph find the norm.
     """
 
@@ -148,6 +165,11 @@ class RunningNorm(Norm):
         self.watched = False
         self.seen: Dict[str, Tensor] = {}
         self._update = _Update()
+        self._introduce()
+
+    def _introduce(self) -> None:
+        """Makes what graphs know this norm by."""
+        self.recorder = _Recorder(self)
         self.token = operators.token_of(self)
 
     @property
@@ -390,12 +412,13 @@ class RunningNorm(Norm):
     def __getstate__(self) -> Dict[str, Any]:
         # A copy starts with nothing pending, and alone: backward passes through the original are not the copy's.
         update = _Update(self._update.stated, self._update.told, self._update.counted)
-        nothing: Dict[str, Any] = {"measuring": False, "tally": None, "watched": False, "seen": {}, "token": None}
+        nothing: Dict[str, Any] = {"measuring": False, "tally": None, "watched": False, "seen": {}}
+        nothing.update(recorder=None, token=None)
         return {**self.__dict__, **nothing, "_update": update, "shared": False, "workers": None}
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.token = operators.token_of(self)
+        self._introduce()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, groups={self.groups}, affine={self.affine}, sync={self.sync}"

@@ -88,3 +88,16 @@ def test_a_mask_without_padding_is_bitwise_no_mask(name, data, dtype):
     ]
     assert all(map(torch.equal, results[0][0], results[1][0]))
     assert_same_state(results[1][1], results[0][1])
+
+
+@every
+def test_what_is_no_number_at_a_token_stays_out_of_padding(name):
+    x, dy = torch.randn(2, 4, 3, 6, dtype=torch.float64)
+    mask = torch.tensor([[False, False, False, True]] * 3)
+    norm = make(name, 6, 2)
+    for bad in (x, dy, None):
+        if bad is not None:
+            bad[0, 0] = math.nan
+        for value in step(norm, x, dy, mask):
+            assert (value[-1] == 0).all()
+        norm.eval()

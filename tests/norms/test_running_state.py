@@ -1,8 +1,10 @@
 """The state of norms with running statistics: resumed, converted, copied, scaled, and counted in updates."""
 
 import copy
+import gc
 import math
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -155,6 +157,16 @@ def test_copies_have_the_state_and_nothing_pending(name, copied):
     assert norm.updates_tracked == 2 and other.updates_tracked == 1
     step(other, *some(2))
     assert other.state_dict()["updates_tracked"] == 2 and norm.updates_tracked == 2
+
+
+@running
+def test_a_norm_that_keeps_its_output_can_be_collected(name):
+    norm = make(name)
+    norm.last = norm(some(0)[0])
+    gone = weakref.ref(norm)
+    del norm
+    gc.collect()
+    assert gone() is None
 
 
 @running

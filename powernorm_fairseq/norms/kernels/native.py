@@ -76,7 +76,7 @@ def load_binding() -> Any:
         module = importlib.import_module(f"{__package__}.{BINDING}")
     except ImportError:  # autograd functions in Python do the same
         return None
-    return module if module.ABI == ABI else None
+    return module if getattr(module, "ABI", None) == ABI else None
 
 
 library = load()

@@ -80,7 +80,7 @@ struct WithoutPython {
 
 void check(int result) { TORCH_CHECK(result == 0, "no memory for the sums of a norm's kernel"); }
 
-#define SHAPE(rows, padding, groups, eps)                                                               \
+#define SHAPE(rows, padding, groups, eps)                                         \
   type_of(rows), at::get_num_threads(), rows.size(0), rows.size(1), groups, eps, \
       static_cast<const uint8_t*>(at(padding))
 
@@ -178,16 +178,17 @@ struct PowerNorm : torch::autograd::Function<PowerNorm> {
       const Tensor& psi_sq, const Tensor& nu, int64_t groups, double eps, bool use_batch_psi, bool released,
       const py::object& record, int64_t scale) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const Tensor rows = rows_of(x), mask = flat(given(padding), rows), psi = vector(psi_sq, x), gain = vector(given(weight), x);
-    const Tensor offset = vector(given(bias), x), s = scales(rows, groups), y = torch::empty_like(rows);
+    const Tensor rows = rows_of(x), mask = flat(given(padding), rows), psi = vector(psi_sq, x);
+    const Tensor gain = vector(given(weight), x), offset = vector(given(bias), x);
+    const Tensor s = scales(rows, groups), y = torch::empty_like(rows);
     const Tensor stats = torch::empty({4, rows.size(1)}, computing(rows));
     // The last row is a copy of nu: until the backward pass the norm may have absorbed another update.
     stats[3].copy_(nu);
     {
       const WithoutPython unlocked(rows);
       check(powernorm_power_forward(
-          SHAPE(rows, mask, groups, eps), use_batch_psi, released, at(rows), at(psi), at(gain), at(offset), to(y), to(s),
-          to(stats)));
+          SHAPE(rows, mask, groups, eps), use_batch_psi, released, at(rows), at(psi), at(gain), at(offset), to(y),
+          to(s), to(stats)));
     }
     context->save_for_backward({source(x, rows), given(weight), given(bias), source(given(padding), mask), s, stats});
     context->saved_data["scale"] = scale;
@@ -229,7 +230,8 @@ struct BatchStatistics : torch::autograd::Function<BatchStatistics<FORWARD, BACK
       AutogradContext* context, const Tensor& x, const Maybe& weight, const Maybe& bias, const Maybe& padding,
       int64_t groups, double eps, const py::object& record) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const Tensor rows = rows_of(x), mask = flat(given(padding), rows), gain = vector(given(weight), x), offset = vector(given(bias), x);
+    const Tensor rows = rows_of(x), mask = flat(given(padding), rows), gain = vector(given(weight), x);
+    const Tensor offset = vector(given(bias), x);
     const Tensor s = scales(rows, groups), y = torch::empty_like(rows);
     const Tensor stats = torch::empty({STATS, rows.size(1)}, computing(rows));
     {
@@ -273,7 +275,8 @@ struct Standardize : torch::autograd::Function<Standardize> {
       AutogradContext* context, const Tensor& x, double eps, bool released, bool detach_mean, bool detach_sigma,
       double scale, double k) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const Tensor rows = rows_of(x), z = torch::empty_like(rows), kept = torch::empty({2, rows.size(0)}, computing(rows));
+    const Tensor rows = rows_of(x), z = torch::empty_like(rows);
+    const Tensor kept = torch::empty({2, rows.size(0)}, computing(rows));
     {
       const WithoutPython unlocked(rows);
       check(powernorm_standardize(
@@ -351,9 +354,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       "group_rms_scale",
       [](const Tensor& x, const Maybe& weight, const Maybe& bias, const Maybe& padding, int64_t groups, double eps,
          const Maybe& factor, const Maybe& shift) {
-        return GroupRMSScale::apply(
-            x, weight, bias, padding, groups, eps, factor,
-            shift);
+        return GroupRMSScale::apply(x, weight, bias, padding, groups, eps, factor, shift);
       });
   module.def(
       "power_norm",
@@ -361,22 +362,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
          const Tensor& nu, int64_t groups, double eps, bool use_batch_psi, bool released, const py::object& record,
          int64_t scale) {
         return PowerNorm::apply(
-            x, weight, bias, padding, psi_sq, nu, groups, eps, use_batch_psi,
-            released, record, scale);
+            x, weight, bias, padding, psi_sq, nu, groups, eps, use_batch_psi, released, record, scale);
       });
   module.def(
       "power_norm_v",
       [](const Tensor& x, const Maybe& weight, const Maybe& bias, const Maybe& padding, int64_t groups, double eps,
          const py::object& record) {
-        return PowerNormV::apply(
-            x, weight, bias, padding, groups, eps, record);
+        return PowerNormV::apply(x, weight, bias, padding, groups, eps, record);
       });
   module.def(
       "batch_norm",
       [](const Tensor& x, const Maybe& weight, const Maybe& bias, const Maybe& padding, int64_t groups, double eps,
          const py::object& record) {
-        return BatchNorm::apply(
-            x, weight, bias, padding, groups, eps, record);
+        return BatchNorm::apply(x, weight, bias, padding, groups, eps, record);
       });
   module.def("standardize", [](const Tensor& x, double eps, bool released, bool detach_mean, bool detach_sigma,
                                double scale, double k) {

@@ -279,7 +279,10 @@ struct BackwardRows {
       dy[i] = readable(static_cast<const S*>(p.dy) + at, scratch + (2 * i + 1) * channels, channels);
       if (DX) dx[i] = writable(static_cast<S*>(p.dx) + at, scratch + 2 * i * channels);
     }
-    const auto dh_of = [&](T g, T off, int64_t j) { return SHIFT ? g * a[j] - off * b[j] - d[j] : g * a[j] - off * b[j]; };
+    const auto dh_of = [&](T g, T off, int64_t j) {
+      const T dh = g * a[j] - off * b[j];
+      return SHIFT ? dh - d[j] : dh;
+    };
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t begin = group * width, end = begin + width;
       T scale[R], along[R] = {};

@@ -8,7 +8,8 @@
 
 enum StorageType { FLOAT32 = 0, FLOAT64 = 1, BFLOAT16 = 2, FLOAT16 = 3, STORAGE_TYPES = 4 };
 
-// Shapes: x, y, dy, dx (rows, channels) of type S; padding (rows,) bytes; s (rows, groups), vectors (channels,) of type T.
+// Shapes: x, y, dy, dx (rows, channels) of type S; padding (rows,) bytes; s (rows, groups) and vectors (channels,) of
+// type T.
 // Null: padding - there is none; s_in - to be computed; shift - zero; any output - not wanted.
 struct ForwardPass {
   const void* x;

@@ -271,7 +271,7 @@ def fold(state: Dict[str, Any], source: Path, say: Say = to_stderr) -> Tuple[Dic
         raise UserError(f"{source} holds {cfg.model._name}; only models of this plugin can be folded")
     entries = state["model"]
     for stack in ("encoder", "decoder"):
-        kept = cfg.model.get(f"{stack}_layers_to_keep")
+        kept = getattr(cfg.model, f"{stack}_layers_to_keep", None)  # get() of omegaconf 2.0 has no default here
         if kept:
             cfg.model[f"{stack}_layers"] = len(kept.split(","))
     entries = prune_state_dict(entries, cfg.model)

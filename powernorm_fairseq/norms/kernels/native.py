@@ -328,7 +328,7 @@ def absorb(
         return getattr(binding, f"{name}_absorb")(contribution, *counters, *statistics, *numbers)
     first = statistics[0]
     dtype = first.dtype
-    if not first.is_cpu or dtype not in (torch.float32, torch.float64) or contribution.dtype != torch.float64:
+    if first.device.type != "cpu" or dtype not in (torch.float32, torch.float64) or contribution.dtype != torch.float64:
         return False
     pointers = [contribution.data_ptr()]
     for tensor in (*counters, *statistics):

@@ -294,8 +294,10 @@ def test_strides_do_not_matter():
         assert torch.equal(y, wanted)
         y.sum().backward()  # its gradient is one number seen many times
         assert torch.equal(leaf.grad[..., ::2], dx)
-        # Gradients of gain and bias are tensors of their own.
-        assert norm.weight.grad.untyped_storage().data_ptr() != norm.bias.grad.untyped_storage().data_ptr()
+        # Gradients of gain and bias are tensors of their own: each begins a storage.
+        gradients = (norm.weight.grad, norm.bias.grad)
+        assert all(gradient.storage_offset() == 0 for gradient in gradients)
+        assert gradients[0].data_ptr() != gradients[1].data_ptr()
 
 
 def test_what_the_library_cannot_take_is_left_to_pytorch():

@@ -142,7 +142,16 @@ def variants(device: str = "cpu", compiler: Optional[Any] = None) -> List[Varian
         from apex.normalization import FusedLayerNorm
 
         found.append(Variant("layer", "apex", "", FusedLayerNorm))
-    return found
+    return [one for one in found if one.dtype != torch.float16 or _halves(device)]
+
+
+def _halves(device: str) -> bool:
+    """Whether torch has LayerNorm in half precision there: on CPUs not before torch 2.1."""
+    try:
+        nn.LayerNorm(2, device=device, dtype=torch.float16)(torch.ones(1, 2, device=device, dtype=torch.float16))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _rms_norm(module: Any, channels: int) -> nn.Module:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from powernorm_fairseq.norms import create_norm
-from tests.norms.helpers import make, running, some, step
+from tests.norms.helpers import ASSIGNS, make, running, some, step
 
 
 def trained(name, seed=0):
@@ -76,6 +76,8 @@ def statistics(norm):
 @running
 @pytest.mark.parametrize("change", CHANGES)
 def test_nothing_stale_is_used(name, change):
+    if "assign" in change and not ASSIGNS:
+        pytest.skip("needs torch 2.1")
     norm, (x, _) = trained(name), some(1)
     with torch.no_grad():
         before = norm(x)

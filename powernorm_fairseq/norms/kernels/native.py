@@ -9,9 +9,12 @@ Functions here have the names, arguments and results of the plain implementation
 """
 
 import ctypes
-import importlib
+import filecmp
+import importlib.util
 import logging
 import re
+import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Optional, Sequence, Tuple
 
@@ -22,7 +25,8 @@ from powernorm_fairseq.norms.rows import Backward, Forward, compute_dtype
 
 logger = logging.getLogger(__name__)
 
-LIBRARY = Path(__file__).with_name("_native.so")
+HERE = Path(__file__).parent
+NAME = "_native.so"
 ABI = 2  # csrc/native.h
 # A binding fits the torch that it was built with, so that its name says which this is.
 BINDING = "_binding_" + re.sub(r"\W", "_", torch.__version__)
@@ -48,10 +52,24 @@ _SIGNATURES = {
 }
 
 
+def built(here: Path = HERE) -> Path:
+    """The folder of the libraries: ``here``, or, for a checkout, that of an installed package with equal sources."""
+    sources = [path.name for path in here.glob("csrc/*")]
+    for there in (here, *(Path(entry, "powernorm_fairseq", "norms", "kernels") for entry in sys.path)):
+        if (there / NAME).exists():
+            equal, *_ = filecmp.cmpfiles(here / "csrc", there / "csrc", sources, shallow=False)
+            if equal == sources:
+                return there
+    return here
+
+
+LIBRARY = built() / NAME
+
+
 def load(path: Path = LIBRARY) -> Any:
     """The library, or None (and one line in the log) where it was not built or does not fit this machine."""
     if not path.exists():
-        reason = "were not built when powernorm_fairseq was installed (no C++ compiler?)"
+        reason = "were not built of these sources when powernorm_fairseq was installed (no C++ compiler?)"
     else:
         try:
             library = ctypes.CDLL(str(path))
@@ -72,8 +90,12 @@ def load_binding() -> Any:
     """The differentiable functions in C++ (csrc/binding.cpp), or None where they were not built with this torch."""
     if library is None:
         return None
+    spec = PathFinder.find_spec(BINDING, [str(LIBRARY.parent)])
+    if spec is None or spec.loader is None:
+        return None
     try:
-        module = importlib.import_module(f"{__package__}.{BINDING}")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
     except ImportError:  # autograd functions in Python do the same
         return None
     return module if getattr(module, "ABI", None) == ABI else None

@@ -1,6 +1,7 @@
 """The fused CPU kernels against the plain passes."""
 
 import logging
+import shutil
 import sys
 import threading
 from contextlib import contextmanager
@@ -324,6 +325,19 @@ def test_a_missing_or_foreign_library_is_one_line_in_the_log(tmp_path, caplog, m
         assert kernels.fused(torch.zeros(2, 2)) is None
         with pytest.raises(RuntimeError, match="cannot be used here"), kernels.use("native"):
             pass
+
+
+def test_a_checkout_takes_the_libraries_of_an_install_of_its_sources(tmp_path, monkeypatch):
+    checkout, installed = tmp_path / "checkout", tmp_path / "site" / "powernorm_fairseq" / "norms" / "kernels"
+    for folder in (checkout, installed):
+        shutil.copytree(native.HERE / "csrc", folder / "csrc")
+    (installed / native.NAME).touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    assert native.built(checkout) == installed
+    (checkout / "csrc" / "native.h").write_text("// changed since\n")
+    assert native.built(checkout) == checkout
+    (checkout / native.NAME).touch()
+    assert native.built(checkout) == checkout
 
 
 def test_a_choice_that_does_not_exist_is_refused():

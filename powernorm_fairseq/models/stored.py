@@ -1,5 +1,6 @@
 """Hydra's store of configs, filled without building each config: that takes 10 ms, and there are 36 models."""
 
+import inspect
 from contextlib import contextmanager
 from typing import Any, Iterator, Optional
 
@@ -31,9 +32,15 @@ def stored_when_asked_for(group: str) -> Iterator[None]:
     """Within this context what is stored under ``group`` is built later; all else is stored as always."""
     store = ConfigStore.instance()
     at_once = store.store
+    # Of Hydra 1.0 it is "_group_": without it what is stored would not be put under its group.
+    default: Optional[str] = inspect.signature(at_once).parameters["package"].default
 
     def later(
-        name: str, node: Any, group: Optional[str] = None, package: Optional[str] = None, provider: Optional[str] = None
+        name: str,
+        node: Any,
+        group: Optional[str] = None,
+        package: Optional[str] = default,
+        provider: Optional[str] = None,
     ) -> None:
         if group != kept:
             at_once(name, node, group, package, provider)

@@ -1,6 +1,7 @@
 """Models' configs in Hydra's store are built when they are asked for, and are what they would have been."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -19,6 +20,7 @@ def test_a_stored_config_is_the_one_of_the_dataclass(name):
     stored = ConfigStore.instance().load(f"model/{name}.yaml")
     assert stored.node == OmegaConf.structured(wanted)
     assert (stored.name, stored.group, stored.provider) == (f"{name}.yaml", "model", "fairseq")
+    assert stored.package == inspect.signature(ConfigStore.store).parameters["package"].default
     # Launchers send the store to other processes, and old versions of Hydra copy it.
     entry = ConfigStore.instance().repo["model"][f"{name}.yaml"]
     assert pickle.loads(pickle.dumps(entry)).node == stored.node == copy.deepcopy(entry).node

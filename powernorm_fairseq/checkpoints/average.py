@@ -145,10 +145,16 @@ def load_checkpoint(path: Path) -> Dict[str, Any]:
         with loading.without_warnings():
             state = checkpoint_utils.load_checkpoint_to_cpu(str(path))
     except Exception as error:  # torch raises whatever the bytes happen to lead to
-        raise UserError(f"{path} cannot be read as a checkpoint: {error}") from error
+        raise UserError(f"{path} cannot be read as a checkpoint: {unreadable(error)}") from error
     if not isinstance(state, dict) or not isinstance(state.get("model"), Mapping):
         raise UserError(f"{path} is no fairseq checkpoint: it has no model")
     return state
+
+
+def unreadable(error: Exception) -> str:
+    """What an exception of torch or fairseq says of a file, in one line: often it is a bare key, or a page."""
+    first = next(iter(str(error).splitlines()), "")
+    return f"it is broken or something else ({type(error).__name__}{': ' * bool(first)}{first})"
 
 
 def check_output(output: Path, inputs: Sequence[Path]) -> None:
@@ -163,7 +169,7 @@ def check_output(output: Path, inputs: Sequence[Path]) -> None:
 
 
 def save_checkpoint(state: Dict[str, Any], output: Path) -> None:
-    """Write a checkpoint so that it appears whole or not at all."""
+    """Write a checkpoint so that it appears whole or not at all; UserError where it cannot be written."""
     from omegaconf import OmegaConf
 
     if OmegaConf.is_config(state.get("cfg")):
@@ -173,9 +179,11 @@ def save_checkpoint(state: Dict[str, Any], output: Path) -> None:
     try:
         torch.save(state, partial)
         os.replace(partial, output)
-    except BaseException:
+    except BaseException as error:
         if partial.exists():
             partial.unlink()
+        if isinstance(error, (OSError, RuntimeError)):  # torch makes the latter of some of the former
+            raise UserError(f"{output} cannot be written: {error}") from error
         raise
 
 

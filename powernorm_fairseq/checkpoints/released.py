@@ -7,6 +7,7 @@ from typing import Any, Dict
 
 import torch
 
+from powernorm_fairseq.checkpoints.average import unreadable
 from powernorm_fairseq.processes import UserError
 
 
@@ -68,7 +69,7 @@ def load_released(path: Path) -> Dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", pickle_module=_Pickle)
     except Exception as error:  # torch raises whatever the bytes happen to lead to
-        raise UserError(f"{path} cannot be read as a checkpoint: {error}") from error
+        raise UserError(f"{path} cannot be read as a checkpoint: {unreadable(error)}") from error
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise UserError(f"{path} is no fairseq checkpoint: it has no model")
     args = state.get("args")

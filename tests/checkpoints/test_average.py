@@ -129,8 +129,25 @@ def test_missing_and_half_written_files(checkpoints, tmp_path, capsys):
     assert main([*command, str(tmp_path / "half.pt"), "--output", str(output)]) == 1
     assert "half.pt cannot be read as a checkpoint" in capsys.readouterr().err
     torch.save({"state": 1}, tmp_path / "other.pt")
-    assert main([*command, str(tmp_path / "other.pt"), "--output", str(output)]) == 1
+    (tmp_path / "text.pt").write_text("hello")
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "array.pt").write_bytes(b"\x93NUMPY\x01")
+    for name in ("other", "text", "empty", "array"):
+        assert main([*command, str(tmp_path / f"{name}.pt"), "--output", str(output)]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{name}.pt cannot be read as a checkpoint: it is broken or something else (" in line
     assert not output.exists() and not list(tmp_path.glob("*.partial"))
+
+
+def test_a_file_that_cannot_be_written_is_one_line(checkpoints, tmp_path, capsys, monkeypatch):
+    def save(state, path):
+        path.write_bytes(b"half")
+        raise RuntimeError("no space left")
+
+    monkeypatch.setattr(torch, "save", save)
+    assert main(["average", "--folder", str(checkpoints), "--last", "2", "--output", str(tmp_path / "mean.pt")]) == 1
+    assert "mean.pt cannot be written: no space left" in capsys.readouterr().err.splitlines()[-1]
+    assert not list(tmp_path.glob("mean.pt*"))
 
 
 def test_the_command(checkpoints, tmp_path, capsys):

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.slow
 
 PLAIN = SimpleNamespace(model=SimpleNamespace(norm_log_interval=0))
 
-# Norms and options with which a batch of several workers is one joined batch in everything.
+# Norms and options with which a batch of several workers is one joined batch in everything. At the kink of a ReLU
+# rounding would decide what a whole row of gradients is.
+SMOOTH = ["--activation-fn", "gelu"]
 JOINED = {
     "power": ("language_modeling", ["--norm", "power", "--norm-warmup-updates", 0]),
     "power_in_step": ("translation", ["--norm", "power", "--norm-warmup-updates", 5, "--norm-sync", "batch"]),
@@ -46,11 +48,11 @@ def joined_runs(translation_data, language_model_data, tmp_path_factory):
     data = {"translation": translation_data, "language_modeling": language_model_data}
     plan = []
     for case, (task, norm) in JOINED.items():
-        more = [*norm, "--batch-size", 2 * SIZES[task]]
+        more = [*norm, *SMOOTH, "--batch-size", 2 * SIZES[task]]
         plan.append({"args": flags(data[task], task, folder / case, *more), "log": folder / f"{case}.log"})
     for case, backend in PAIRS:
         task, norm = JOINED[case]
-        more = [*norm, "--batch-size", SIZES[task], *TWO, *BACKENDS[backend]]
+        more = [*norm, *SMOOTH, "--batch-size", SIZES[task], *TWO, *BACKENDS[backend]]
         name = f"{case}-{backend}"
         entry = {"args": flags(data[task], task, folder / name, *more), "log": folder / f"{name}.log", "workers": 2}
         plan.append(entry)
@@ -70,7 +72,7 @@ def test_two_workers_are_one_with_the_joined_batch(case, backend, joined_runs):
     for number, momenta in alone["last_optimizer_state"]["state"].items():
         size = momenta["momentum_buffer"].abs().max()
         error = (momenta["momentum_buffer"] - two["last_optimizer_state"]["state"][number]["momentum_buffer"]).abs()
-        assert error.max() <= 5e-3 * size.clamp(min=1e-3)
+        assert error.max() <= 1e-4 * size.clamp(min=1e-3)
     norms = [logged(joined_runs / name, "gnorm") for name in (f"{case}.log", f"{case}-{backend}.log.0")]
     assert len(norms[0]) == UPDATES
     # The guards are logged, and in ordinary training they do not act.

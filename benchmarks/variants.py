@@ -2,8 +2,8 @@
 
 import importlib.util
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Callable, Dict, List, Optional
+from functools import lru_cache, partial
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -174,13 +174,20 @@ def compiler() -> Optional[Any]:
     return torch.compile
 
 
-def job(variant: Variant, mode: str, rows: int, channels: int, device: str = "cpu") -> Job:
-    """One training step of a norm (all that an update costs, its running statistics too), or one evaluation."""
+@lru_cache(maxsize=3)
+def _batch(rows: int, channels: int, dtype: torch.dtype, device: str) -> Tuple[Tensor, Tensor, Tensor]:
+    """x, dy and a mask. All variants of a type share them, so that they lie in the cache for all or for none."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(rows, channels, generator=generator) + 0.1
     dy = torch.randn(rows, channels, generator=generator)
-    padding = (torch.rand(rows, generator=generator) < 0.2).to(device) if variant.masked else None
-    x, dy = (tensor.to(device=device, dtype=variant.dtype) for tensor in (x, dy))
+    padding = torch.rand(rows, generator=generator) < 0.2
+    return x.to(device=device, dtype=dtype), dy.to(device=device, dtype=dtype), padding.to(device)
+
+
+def job(variant: Variant, mode: str, rows: int, channels: int, device: str = "cpu") -> Job:
+    """One training step of a norm (all that an update costs, its running statistics too), or one evaluation."""
+    x, dy, mask = _batch(rows, channels, variant.dtype, device)
+    padding = mask if variant.masked else None
     module = variant.module(channels).to(device=device, dtype=variant.dtype).train(mode == "train")
     if variant.path == "naive" and variant.norm == "power":
         # A view of the same memory as sentences; gradients of shorter batches come in the same shape.
@@ -198,7 +205,7 @@ def job(variant: Variant, mode: str, rows: int, channels: int, device: str = "cp
 
         return Job(evaluate, context)
 
-    x.requires_grad_()
+    x = x.detach().requires_grad_()
     parameters = list(module.parameters())
     ends_update = getattr(module, "set_num_updates", None)
     updates = iter(range(1, 1 << 40))

@@ -116,7 +116,7 @@ struct Strips {
 };
 
 template <class T>
-Strips strips_of(const Shape& shape, int64_t most_bytes = 0) {
+Strips strips_of(const Shape& shape, int64_t element_bytes, int64_t most_bytes) {
   Strips strips;
   const int64_t row_bytes = std::max<int64_t>(shape.channels, 1) * static_cast<int64_t>(sizeof(T));
   if (most_bytes)
@@ -124,7 +124,7 @@ Strips strips_of(const Shape& shape, int64_t most_bytes = 0) {
   else
     strips.rows = std::max(STRIP_ROWS, (shape.rows + MOST_STRIPS - 1) / MOST_STRIPS + 3) / 4 * 4;
   strips.number = (shape.rows + strips.rows - 1) / strips.rows;
-  strips.block = shape.rows * row_bytes <= CACHE_BYTES ? 4 : 1;
+  strips.block = shape.rows * shape.channels * element_bytes <= CACHE_BYTES ? 4 : 1;
   strips.threads = static_cast<int>(
       std::min<int64_t>(shape.threads, std::max<int64_t>(shape.rows * shape.channels / PARALLEL_ELEMENTS, 1)));
   return strips;
@@ -149,7 +149,7 @@ struct Call {
 
   // `vectors`: how many more vectors of type T the caller will take.
   Call(const Passes& best, const Shape& of, int vectors, int64_t most_bytes = 0)
-      : passes(best), shape(of), strips(strips_of<T>(of, most_bytes)) {
+      : passes(best), shape(of), strips(strips_of<T>(of, best.element_bytes, most_bytes)) {
     const int64_t channels = shape.channels;
     arena.reserve(
         Arena::size_of<T>(2 * strips.number * channels) +

@@ -536,7 +536,8 @@ void standardized(const StandardizePass& p, int64_t begin, int64_t end, int bloc
 template <class S>
 constexpr Passes passes_for() {
   return {
-      forward<S>, backward<S>, moments<S>, standardized<S, StandardizeRows>, standardized<S, StandardizeBackwardRows>};
+      sizeof(S), forward<S>, backward<S>, moments<S>, standardized<S, StandardizeRows>,
+      standardized<S, StandardizeBackwardRows>};
 }
 
 }  // namespace

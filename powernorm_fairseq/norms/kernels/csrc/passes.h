@@ -55,6 +55,7 @@ struct StandardizePass {
 constexpr int SCRATCH_VECTORS = 8;
 
 struct Passes {
+  int64_t element_bytes;  // of type S
   void (*forward)(const ForwardPass&, int64_t begin, int64_t end, int block, void* scratch, void* sum_sq);
   void (*backward)(
       const BackwardPass&, int64_t begin, int64_t end, int block, void* scratch, void* sum_dy, void* sum_dy_h);

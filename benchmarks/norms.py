@@ -122,7 +122,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         around = records.circumstances(number)
         bandwidth = timing.bandwidth(args.device)
         print(f"{number} threads: a copy moves {bandwidth / 1e9:.1f} GB/s, read and written", flush=True)
-        rounds, seconds = (40, 90.0) if args.full else (20, 22.0)
+        rounds, seconds = (40, 90.0) if args.full else (35, 40.0)
         for rows, channels in shapes:
             for mode in ("train", "eval"):
                 part = [one for one in chosen if mode in one.modes]

@@ -140,6 +140,9 @@ int64_t moment_rows(int type, const Shape& shape, const void* x, void* s, void* 
 template <class T>
 void standardize_rows(int type, const StandardizePass& pass, int threads) {
   Call<T> call(table[type], Shape{pass.rows, pass.channels, 0, nullptr, threads}, 0);
+  // Its sums wait for each other: rows side by side hide that, and pay for more streams from beyond the cache too.
+  if (pass.dz == nullptr && pass.rows * pass.channels * call.passes.element_bytes <= 4 * CACHE_BYTES)
+    call.strips.block = 4;
   const auto run = pass.dz == nullptr ? call.passes.standardize : call.passes.standardize_backward;
   for_all(call.strips.number, call.strips.threads, [&](int64_t strip, int thread) {
     run(pass, call.strips.begin(strip), call.strips.end(strip, pass.rows), call.strips.block, call.scratch_of(thread));

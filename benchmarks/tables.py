@@ -3,6 +3,7 @@
 python -m benchmarks.tables
 """
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
@@ -336,6 +337,8 @@ def write(folder: Path = RESULTS, readme: Optional[Path] = README) -> List[Path]
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Writes everything."""
+    # fairseq's imports set the root logger to DEBUG; matplotlib would tell of each font that it finds.
+    logging.getLogger().setLevel(logging.WARNING)
     parser = records.parser("Tables and figures from the records of the benchmarks.")
     args = parser.parse_args(argv)
     for path in write(args.output, README if args.output == RESULTS else None):

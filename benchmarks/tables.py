@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 from benchmarks import figures, records
 from benchmarks.records import RESULTS, ROOT, machine_of
 from benchmarks.targets import SHAPES
+from benchmarks.timing import quantile
 from powernorm_fairseq.processes import UserError, write_atomically
 from powernorm_fairseq.report.table import NOTHING, markdown_lines
 
@@ -37,11 +38,17 @@ Record = Dict[str, Any]
 
 
 def by_machine(found: Sequence[Record]) -> List[Tuple[str, List[Record]]]:
-    """The records of each machine, the machine of the latest first."""
+    """The records of each machine, the one with the steadiest times first: others slow down what shares a machine."""
     machines: Dict[str, List[Record]] = {}
     for record in found:
         machines.setdefault(machine_of(record), []).append(record)
-    return sorted(machines.items(), key=lambda item: max(_date(one) for one in item[1]), reverse=True)
+    return sorted(machines.items(), key=lambda item: spread_of(item[1]))
+
+
+def spread_of(part: Sequence[Record]) -> float:
+    """How far apart the quartiles of the times of single norms are, as a share of the median; the median of all."""
+    times = [one["seconds"] for one in part if one["family"] == "norms" and not one.get("sweep")]
+    return quantile([(one["high"] - one["low"]) / one["median"] for one in times], 0.5) if times else float("inf")
 
 
 def _date(record: Record) -> str:
@@ -251,7 +258,10 @@ def page(found: Sequence[Record]) -> str:
     if not found:
         return "\n".join([*lines, NOT_YET, ""])
     for machine, part in by_machine(found):
-        lines += [f"## {machine}", "", around(part), "", *misses(part), ""]
+        lines += [f"## {machine}", "", around(part), ""]
+        if spread_of(part) < float("inf"):
+            lines += [f"Quartiles of times of single norms are {100 * spread_of(part):.0f} % apart (median).", ""]
+        lines += [*misses(part), ""]
         for device in ("cpu", "cuda"):
             for threads in sorted({one["threads"] for one in part if one["family"] == "norms"}):
                 for mode, title in (("train", "Training"), ("eval", "Evaluation")):
@@ -276,10 +286,10 @@ def _on_gpu(found: Sequence[Record]) -> bool:
 
 
 def summary(found: Sequence[Record]) -> str:
-    """The README's part: what the latest machine gave."""
+    """The README's part: what the machine with the steadiest times gave."""
     if not found:
         return NOT_YET
-    _, part = by_machine(found)[0]
+    (_, part), *others = by_machine(found)
     device = "cpu" if any(one["family"] == "norms" and one["device"] == "cpu" for one in part) else "cuda"
     lines: List[str] = []
     train, evaluation = _rows(_norms(part, "train", 1, device)), _rows(_norms(part, "eval", 1, device))
@@ -304,6 +314,7 @@ def summary(found: Sequence[Record]) -> str:
         *startup_table(part),
         around(part),
         reached(part),
+        *(f"On {machine}, with times less steady: {reached(other)}" for machine, other in others),
     ]
     if not _on_gpu(found):
         lines.append(NO_GPU)
@@ -326,8 +337,8 @@ def put_into(text: str, block: str) -> str:
 def write(folder: Path = RESULTS, readme: Optional[Path] = README) -> List[Path]:
     """Writes ``tables.md``, the figures, and the block of the README; returns what was written."""
     found = records.load(folder)
-    latest = by_machine(found)[0][1] if found else []
-    written = [folder / "tables.md", *figures.write(figures.figures_of(latest), folder / "figures")]
+    steadiest = by_machine(found)[0][1] if found else []
+    written = [folder / "tables.md", *figures.write(figures.figures_of(steadiest), folder / "figures")]
     write_atomically(written[0], page(found))
     if readme is not None:
         write_atomically(readme, put_into(readme.read_text(encoding="utf-8"), summary(found)))

@@ -112,17 +112,27 @@ def test_tables(folder):
     assert widths == {2, 5}
 
 
-def test_the_readme_shows_the_latest_machine(folder):
-    records.Run("norms", folder).add(
-        [norm_record(ratio=0.7, device="cuda", path="gpu", circumstances=around(date="2026-02-02", gpus=["A GPU"]))]
-    )
+def on_another_machine(low, high):
+    there = norm_record(ratio=0.7, device="cuda", path="gpu", circumstances=around(date="2026-02-02", gpus=["A GPU"]))
+    return {**there, "seconds": {"median": 1.0, "low": low, "high": high}}
+
+
+def test_the_readme_shows_the_steadiest_machine(folder):
+    assert tables.spread_of(records.load(folder)) == pytest.approx(0.3 / 2e-3 * (1 / 0.95 + 1 / 1.0) / 2)  # of six
+    records.Run("norms", folder).add([on_another_machine(0.99, 1.01)])
     text = tables.summary(records.load(folder))
-    assert (
-        "Missed" not in text
-        and "2 cores of A Processor, A GPU" in text
-        and "0.70" in text
-        and tables.NO_GPU not in text
-    )
+    assert "Missed" not in text and "0.70" in text and tables.NO_GPU not in text
+    assert "Measured on 2 cores of A Processor, A GPU" in text
+    assert "On 2 cores of A Processor, with times less steady: Targets: 3 of 7 met." in text
+    assert "are 2 % apart" in tables.page(records.load(folder))
+
+    records.Run("norms", folder).add([on_another_machine(-1e3, 1e3)])
+    text = tables.summary(records.load(folder))
+    assert "Measured on 2 cores of A Processor (" in text and "0.70" not in text
+    assert "On 2 cores of A Processor, A GPU, with times less steady: Targets: 1 of 1 met." in text
+
+
+def test_the_block_of_the_readme():
     readme = tables.put_into(f"a\n{tables.BEGIN}\nold\n{tables.END}\nb\n", "new")
     assert readme == f"a\n{tables.BEGIN}\n\nnew\n\n{tables.END}\nb\n"
     assert tables.put_into(readme, "new") == readme

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -55,21 +56,39 @@ print(json.dumps(results))
 """
 
 
+@pytest.fixture
+def source(tmp_path) -> Path:
+    return copy_of_sources(tmp_path / "source")
+
+
+def copy_of_sources(folder: Path) -> Path:
+    """What an install needs, and none of the libraries that may lie in the checkout."""
+    shutil.copytree(PLUGIN, folder / PLUGIN.name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def pip(*args, **variables) -> str:
+    """What pip prints; from ``variables`` setup.py learns of compilers and of libraries that need not be compiled."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, args)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=180, env={**os.environ, **variables},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+BUILT = {"POWERNORM_KERNELS": str(native.LIBRARY.parent)}  # to build them takes half a minute
+NO_COMPILER = {"CC": "/nowhere/cc", "CXX": "/nowhere/c++", "POWERNORM_KERNELS": ""}
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
     """A folder into which the project is installed regularly, without what it requires."""
     folder = tmp_path_factory.mktemp("installed")
-    source = tmp_path_factory.mktemp("source")
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(PLUGIN, source / PLUGIN.name, ignore=shutil.ignore_patterns("__pycache__"))
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps",
-         "--no-build-isolation", "--target", str(folder), str(source)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=180,
-        env={**os.environ, "POWERNORM_KERNELS": str(native.LIBRARY.parent)},  # to build them takes half a minute
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+    source = copy_of_sources(tmp_path_factory.mktemp("source") / "source")
+    pip("install", "--quiet", "--no-deps", "--no-build-isolation", "--target", folder, source, **BUILT)
     (folder / "fairseq").mkdir()
     return folder
 
@@ -117,6 +136,47 @@ def package_files(folder: Path) -> set:
 
 def test_every_file_of_the_package_is_installed(installed):
     assert package_files(installed / PLUGIN.name) == package_files(PLUGIN)
+
+
+def wheel_of(source: Path, **variables) -> tuple:
+    """The wheel's name, the libraries in it, and what its build printed."""
+    printed = pip("wheel", "-v", "--no-deps", "--no-build-isolation", "--wheel-dir", source.parent, source, **variables)
+    (wheel,) = source.parent.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        return wheel.name, {Path(name).name for name in file.namelist() if name.endswith(".so")}, printed
+
+
+@pytest.mark.skipif(not native.LIBRARY.exists(), reason="the CPU kernels are not built")
+def test_a_wheel_has_the_kernels(source):
+    name, libraries, _ = wheel_of(source, **BUILT)
+    bound = {path.name for path in native.LIBRARY.parent.glob(f"{native.BINDING}.*")}
+    assert libraries == {native.NAME, *bound}
+    # With the binding it fits one Python; the library alone fits all.
+    python = "cp{}{}".format(*sys.version_info) if bound else "py3"
+    assert name.startswith(f"powernorm_fairseq-{__version__}-{python}-") and not name.endswith("-any.whl")
+
+
+def test_without_a_compiler_all_but_the_kernels_is_installed_and_one_line_says_so(source, tmp_path):
+    name, libraries, printed = wheel_of(source, **NO_COMPILER)
+    assert libraries == set() and name.startswith(f"powernorm_fairseq-{__version__}-py3-none-")
+    said = [line for line in printed.splitlines() if "powernorm_fairseq: the fused CPU kernels are left out" in line]
+    assert len(said) == 1 and "no C++ compiler" in said[0] and "plain PyTorch" in said[0]
+
+    site = tmp_path / "site"
+    pip("install", "--quiet", "--no-deps", "--target", site, tmp_path / name)
+    with open(site / PLUGIN.name / "norms" / "kernels" / "csrc" / "native.h", "a") as header:
+        header.write("// else it would take the libraries of this environment, which are built of the same sources\n")
+    program = (
+        "import torch, powernorm_fairseq.norms as norms; x = torch.randn(5, 4, requires_grad=True);"
+        "norms.create_norm('power', 4)(x).sum().backward(); print(norms.__file__, norms.kernels.available('native'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True, text=True, timeout=120, cwd=str(tmp_path),
+        env={**os.environ, "PYTHONPATH": str(site)},
+    )  # fmt: skip
+    assert done.stdout.split() == [str(site / PLUGIN.name / "norms" / "__init__.py"), "None"], done.stderr
+    assert done.stderr.count("the norms' fused CPU kernels were not built") == 1
 
 
 @pytest.mark.parametrize("case", ["checkout", "checkout by path", "twice", "editable by path"])

@@ -42,11 +42,20 @@ def other_state(norm):
     return trained(make_name(norm), 7).state_dict()
 
 
+def to_another_device_and_back(norm):
+    state = other_state(norm)
+    norm.to("meta")
+    norm(some(1)[0].to("meta"))
+    norm.to_empty(device="cpu")
+    norm.load_state_dict(state)
+
+
 CHANGES = {
     "train, an update, eval": commit,
     "commit": commit_in_evaluation,
     "load_state_dict": lambda norm: norm.load_state_dict(other_state(norm)),
     "load_state_dict(assign=True)": lambda norm: norm.load_state_dict(other_state(norm), assign=True),
+    "another device": to_another_device_and_back,
     "another dtype": lambda norm: norm.float().double(),
     "statistics in place": lambda norm: statistics(norm).mul_(3.0),
     "statistics through data": lambda norm: statistics(norm).data.mul_(3.0),

@@ -19,7 +19,7 @@ help:
 	@echo "make report                    results/: tables and figures from the records of all runs"
 	@echo "make bench [ARGS='--only step']"
 	@echo "                               how fast norms, training, decoding and start-up are (under 10 minutes on 2 idle cores)"
-	@echo "make bench-full                the same with more shapes, settings and rounds (an hour or more)"
+	@echo "make bench-full                the same with more shapes, settings and rounds (up to three hours)"
 	@echo "make lint                      ruff format, ruff check, mypy"
 	@echo "make test-stock                the tests on stock fairseq 0.12.2 with Python 3.8 or 3.10 (slow)"
 	@echo "make venv                      only set up $(VENV)"

@@ -127,7 +127,7 @@ def in_words(record: Dict[str, Any]) -> str:
 def parser(description: str) -> argparse.ArgumentParser:
     """The arguments that all families share."""
     made = argparse.ArgumentParser(description=description)
-    made.add_argument("--full", action="store_true", help="more of everything, for an idle machine and an hour")
+    made.add_argument("--full", action="store_true", help="more of everything, in up to three hours")
     made.add_argument("--output", type=Path, default=RESULTS, help="folder of the records (%(default)s)")
     return made
 

@@ -211,12 +211,12 @@ def job(variant: Variant, mode: str, rows: int, channels: int, device: str = "cp
     updates = iter(range(1, 1 << 40))
 
     def train() -> None:
-        x.grad = None
         for parameter in parameters:
             parameter.grad = None
         if ends_update is not None:
             ends_update(next(updates))
         y = module(x, *arguments)
         y.backward(dy)
+        x.grad = None  # dozens of jobs wait for each other, and each would hold one as large as x
 
     return Job(train, context)
